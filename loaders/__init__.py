@@ -11,10 +11,10 @@ from datasvc.loaders.core.mixture import Mixture
 from datasvc.loaders.decode.backend import DecodeConfig
 from datasvc.loaders.decode.pixels import IMAGENET_MEAN, IMAGENET_STD, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup
-from datasvc.loaders.images.image_batch import ImageBatch
+from datasvc.loaders.images.image_decoder import ImageBatch
 from datasvc.loaders.images.image_loader import ImageLoader
 from datasvc.loaders.ranks.data_ranks import DataRanks
-from datasvc.loaders.tokens.token_batch import TokenBatch
+from datasvc.loaders.tokens.token_decoder import TokenBatch
 from datasvc.loaders.tokens.token_loader import TokenFormat, TokenLoader
 from datasvc.order import OrderConfig
 

@@ -279,7 +279,7 @@ def test_a_file_imports_only_rooms_below_its_own():
         ("datasvc.order", "from datasvc import repository"),
         ("datasvc.loaders.images.image_loader", "import datasvc.trainer"),
         ("datasvc.loaders.images.image_loader", "import loaders"),
-        ("datasvc.trainer.ops.all_reduce", "def f():\n    import datasvc.errors"),
+        ("datasvc.trainer.ops.collectives", "def f():\n    import datasvc.errors"),
         ("datasvc.shards.format.reader", "import tools.demo"),
     ],
 )

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from datasvc.ledger.audit import Audit
     from datasvc.loaders.decode.pixels import Pixels
-    from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
+    from datasvc.loaders.images.image_decoder import BatchDisplay, ImageBatch
     from datasvc.loaders.profiling.report import Report
-    from datasvc.loaders.tokens.token_batch import TokenBatch
+    from datasvc.loaders.tokens.token_decoder import TokenBatch
     from datasvc.planning.cache import Forecast
 
 _MAX_IMAGES: Final = 64

@@ -18,8 +18,7 @@ from datasvc.cache.cache import use_cache
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce, choose_windowed
 from datasvc.loaders.core.cached_splits import find_available_bytes, samples_per_shard, window_need
 from datasvc.loaders.core.mixture import Mixture, name_of, splits_of
-from datasvc.loaders.ranks.agree import agree, default_store
-from datasvc.loaders.ranks.data_ranks import DataRanks
+from datasvc.loaders.ranks.data_ranks import DataRanks, agree, default_store
 from datasvc.order import OrderConfig
 from datasvc.shards import Split
 

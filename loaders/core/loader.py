@@ -23,8 +23,7 @@ from datasvc.loaders.core.cached_splits import follow_splits
 from datasvc.loaders.core.derived_order import derive_windowed, order_of_state
 from datasvc.loaders.core.ledger import Ledger
 from datasvc.loaders.core.mixture import Mixture, name_of, splits_of
-from datasvc.loaders.core.single_thread import SingleThreadGuard
-from datasvc.loaders.core.state import restore_state, save_state
+from datasvc.loaders.core.state import SingleThreadGuard, restore_state, save_state
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.profiling.report import Report, make_report
 from datasvc.loaders.profiling.step_profiler import StepProfiler

@@ -7,6 +7,8 @@ or another order is refused, because its position would refer to other samples.
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -150,3 +152,33 @@ def _splits(state: Mapping[str, Any]) -> list[Mapping[str, str]]:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0  # not `isinstance`: True is an int too
+
+
+class SingleThreadGuard:
+    """A context manager that one thread at a time may enter, in the process that created the manager.
+
+    `with guard` raises ConfigError while another thread is inside the block. It also does so in a forked child,
+    because a fork does not copy the threads of decoders and clients.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        # Reentrant: an interrupt just after `acquire` may leave the lock held for ever, but the thread that holds it
+        # can still use the loader.
+        self._in_use = threading.RLock()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the current process is not the one that created the guard."""
+        return os.getpid() != self._pid
+
+    def __enter__(self) -> None:
+        if self.is_foreign:
+            raise ConfigError(
+                "this loader was created before the fork; create one in the child, or spawn instead of forking"
+            )
+        if not self._in_use.acquire(blocking=False):
+            raise ConfigError("this loader is used by another thread; give each thread its own loader")
+
+    def __exit__(self, *error: object) -> None:
+        self._in_use.release()

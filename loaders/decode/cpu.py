@@ -20,8 +20,7 @@ import numpy.typing as npt
 from datasvc.extras import explain_missing
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.edits import Edit
-from datasvc.loaders.core.buffer_ring import BufferRing
-from datasvc.loaders.core.pinned import empty_pinned
+from datasvc.loaders.core.pinned import BufferRing, empty_pinned
 from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Framework, Read
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.worker import ImageWorker

@@ -22,15 +22,13 @@ from datasvc.loaders.core.other_columns import divide_columns
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE, EVALUATION
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
-from datasvc.loaders.decode.choice.choice import DecodeChoice, parse_backend
+from datasvc.loaders.decode.choice.choice import DecodeChoice, count_rank_processors, parse_backend
 from datasvc.loaders.decode.choice.choose import find_missing, make_backend, plan_candidates
-from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
-from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
-from datasvc.loaders.images.image_decoder import ImageDecoder, ImagePlan
+from datasvc.loaders.images.image_decoder import BatchDisplay, ImageBatch, ImageDecoder, ImagePlan
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import BadSampleError, ConfigError
+from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
+from datasvc.loaders.core.batch import Batch, register_tree
 from datasvc.loaders.core.batches import SampleBatch, ShardPart
-from datasvc.loaders.core.buffer_ring import BufferRing
-from datasvc.loaders.tokens.token_batch import TokenBatch
+from datasvc.loaders.core.pinned import BufferRing
 from datasvc.loaders.tokens.token_blocks import StoredBlocks, StoredLists, choose_format
-from datasvc.loaders.tokens.token_documents import (
-    find_segments,
-    number_documents,
-    number_positions,
-    segment_sizes,
-    write_labels,
-)
 from datasvc.shards import Shard
 from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER
+from datasvc.shown import Shown
+
+if TYPE_CHECKING:
+    import torch
+
 
 Labels = Literal["across", "within"] | None
 
 # Number of batches whose memory is reused. If the caller keeps more batches, each further one gets new memory.
 _NUM_REUSED: Final = 4
+
+
+IGNORED: Final = -100
+"""Label of a token without a next token; the default `ignore_index` of torch's cross entropy."""
+
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -294,3 +302,134 @@ def _write_padding(tokens: Integers, length: Integers, pad: int) -> None:
     short = np.flatnonzero(length < tokens.shape[1])
     if len(short):
         tokens[short] = np.where(np.arange(tokens.shape[1]) < length[short, None], tokens[short], pad)
+
+
+# The tokens of a batch are treated as one flat array, block after block, and divided into segments. A segment is the
+# part of a document that is in one block, or the padding of a block.
+
+
+def find_segments(rows: Integers, starts: npt.NDArray[Any], length: Integers, block: int) -> Integers:
+    """Return the starts of segments in the flat array of tokens, ascending, `int64[segments]`.
+
+    Args:
+        rows: `int64[n]`, for each start of a document, the index of its block; in any order.
+        starts: `[n]`, position of each start in its block. Positions after the real tokens of the block are ignored.
+        length: `int64[blocks]`, number of real tokens of each block.
+        block: tokens of a block.
+    """
+    # Every block begins a segment, and so does its padding.
+    block_starts = np.arange(len(length)) * block
+    padding_starts = (block_starts + length)[length < block]
+    is_real = starts < length[rows]
+    document_starts = block_starts[rows[is_real]] + starts[is_real]
+    # Remove equal starts: a document may start at the beginning of its block.
+    return np.unique(np.concatenate([block_starts, document_starts, padding_starts]))
+
+
+def number_documents(segments: Integers, length: Integers, block: int, out: npt.NDArray[np.int32]) -> None:
+    """Write each token's document number to `out`, `int32[blocks, block]`, from 0 in each block; -1 for padding."""
+    if not len(segments):
+        return  # a batch without blocks
+    row, start = np.divmod(segments, block)  # the block of each segment, and the segment's start in it
+    # Index of each segment, minus that of the first segment of its block.
+    numbers = np.arange(len(segments)) - np.searchsorted(row, np.arange(len(length)))[row]
+    # A segment that starts after the real tokens of its block is padding.
+    numbers[start >= length[row]] = -1
+    out.reshape(-1)[:] = np.repeat(numbers.astype(np.int32), segment_sizes(segments, out.size))
+
+
+def number_positions(segments: Integers, out: Integers) -> None:
+    """Write the position of each token in its segment to `out`, `int64[blocks, block]`, from 0."""
+    np.subtract(_ramp(out.size), np.repeat(segments, segment_sizes(segments, out.size)), out=out.reshape(-1))
+
+
+@functools.lru_cache(maxsize=4)
+def _ramp(size: int) -> Integers:
+    """Return `arange(size)`, cached because allocating memory takes several times as long as filling it.
+
+    Callers share the array and must not change it.
+    """
+    return np.arange(size)
+
+
+def segment_sizes(segments: Integers, num_tokens: int) -> Integers:
+    """Return the number of tokens of each segment, `int64[segments]`."""
+    return np.diff(segments, append=num_tokens)
+
+
+def write_labels(tokens: Integers, length: Integers, out: Integers, *, segments: Integers | None) -> None:
+    """Write the label of each token to `out`: the token after it, or IGNORED if it has no label.
+
+    Args:
+        tokens: `int64[blocks, block]`.
+        length: `int64[blocks]`, number of real tokens of each block.
+        out: `int64[blocks, block]`.
+        segments: result of `find_segments`, for labels within documents: the last token of each segment has no label.
+            None, for labels across documents: only the last real token of each block has no label.
+    """
+    block = tokens.shape[1]
+    out[:, :-1] = tokens[:, 1:]
+    out[:, -1] = IGNORED
+    short = np.flatnonzero(length < block)
+    if len(short):
+        # The last real token and the padding after it have no label.
+        out[short] = np.where(np.arange(block) < length[short, None] - 1, out[short], IGNORED)
+    if segments is not None:
+        # The last token of each segment. The last segment of all ends with a block, and has its IGNORED already.
+        out.reshape(-1)[segments[1:] - 1] = IGNORED
+
+
+@dataclass(frozen=True, repr=False)
+class TokenBatch(Shown, Batch[A]):
+    """One rank's part of a global batch. It unpacks as `(tokens, labels)`.
+
+    Arrays are NumPy arrays, or tensors on the CPU. The loader does not reuse their memory while a reference to it
+    exists. Attributes that were not requested are None.
+
+    Attributes:
+        tokens: `int64[n, block]`.
+        length: `int64[n]`, number of real tokens of each block. Padding tokens follow them. 0 for padding samples.
+        mask: `bool[n]`, False for padding samples of the last batch.
+        epoch: epoch of the batch, counted from 0.
+        positions: `int64[n]`, positions of the samples in the epoch.
+        labels: `int64[n, block]`, the token that follows each token; -100 if there is none.
+        document_ids: `int32[n, block]`, number of each token's document, from 0 in each block; -1 for padding.
+        position_ids: `int64[n, block]`, position of each token in the part of its document that is in the block.
+        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, followed by the size of
+            that array. A segment is a document's part of a block, or a block's padding. Attention kernels for
+            variable lengths take this array.
+        max_seqlen: number of tokens of the longest segment.
+        sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
+            for a single split.
+    """
+
+    tokens: A
+    length: A
+    mask: A
+    epoch: int
+    positions: Integers
+    labels: A | None = None
+    document_ids: A | None = None
+    position_ids: A | None = None
+    cu_seqlens: A | None = None
+    max_seqlen: int | None = None
+    sources: A | None = None
+
+    @property
+    def _pair(self) -> tuple[A, A | None]:
+        return self.tokens, self.labels
+
+
+def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
+    """Return the batch with tensors that use the arrays' memory; `positions` stays an array."""
+    with explain_missing("a loader that yields tensors (its numpy() yields arrays)"):
+        import torch
+
+    register_tree(TokenBatch)
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(value)
+        for name, value in vars(batch).items()
+        if isinstance(value, np.ndarray) and name != "positions"
+    }
+    converted: TokenBatch[Any] = dataclasses.replace(batch, **tensors)
+    return converted

@@ -19,9 +19,8 @@ from datasvc.loaders.core.mixture import Mixture, check_samples, weighted_splits
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
-from datasvc.loaders.tokens.token_batch import TokenBatch, to_torch
 from datasvc.loaders.tokens.token_blocks import choose_format
-from datasvc.loaders.tokens.token_decoder import Labels, TokenConfig, TokenDecoder
+from datasvc.loaders.tokens.token_decoder import Labels, TokenBatch, TokenConfig, TokenDecoder, to_torch
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TOKENS

@@ -12,8 +12,7 @@ with explain_missing("datasvc.loaders.torch"):
     from datasvc.loaders.torch.loader import ResumableDataLoader
     from datasvc.loaders.torch.recording import record_data_loaders
     from datasvc.loaders.torch.sampler import OrderBatchSampler
-    from datasvc.loaders.torch.served import ServedIndex
-    from datasvc.loaders.torch.states import order_state
+    from datasvc.loaders.torch.states import ServedIndex, order_state
 
 record_data_loaders()
 

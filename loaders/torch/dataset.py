@@ -18,7 +18,7 @@ from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders.core.mixture import check_samples
 from datasvc.loaders.torch.randomness import SeededTransform
 from datasvc.loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
-from datasvc.loaders.torch.served import ServedIndex
+from datasvc.loaders.torch.states import ServedIndex
 from datasvc.shards import Split
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH
 from datasvc.shards.images.exif import read_orientation, turn_upright

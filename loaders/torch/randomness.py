@@ -19,7 +19,7 @@ from numpy.random import mtrand
 
 from datasvc.keyed_random import Keys, derive_keys
 from datasvc.loaders.augment.augment import generators
-from datasvc.loaders.torch.served import ServedIndex
+from datasvc.loaders.torch.states import ServedIndex
 
 _GLOBAL_GENERATORS = 48  # number of this use of keys. Each use has another number, so that draws are independent
 _BOUND: Final = 1 << 63  # all seeds are below this number, so that they fit into int64

@@ -19,8 +19,7 @@ from datasvc.loaders.core.derived_order import order_of_state
 from datasvc.loaders.core.loader import check_num_steps
 from datasvc.loaders.core.state import name_split_table
 from datasvc.loaders.ranks.data_ranks import DataRanks, check_group
-from datasvc.loaders.torch.served import ServedIndex
-from datasvc.loaders.torch.states import order_state
+from datasvc.loaders.torch.states import ServedIndex, order_state
 from datasvc.order import AccessOrder, OrderConfig, OrderState, Step, Tail, count_steps, plan_step, slice_step
 from datasvc.shards import Split
 

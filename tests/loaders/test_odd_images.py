@@ -10,9 +10,8 @@ from nvidia.dali import Pipeline, fn, types
 from datasvc.errors import BadSampleError
 from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.augment.augment import AugmentConfig
-from datasvc.loaders.decode.pillow_decoder import decode_window
 from datasvc.loaders.decode.pixels import PixelFormat
-from datasvc.loaders.decode.worker import ImageWorker
+from datasvc.loaders.decode.worker import ImageWorker, decode_window
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.images.header import ImageHeader, read_header

@@ -1,5 +1,6 @@
 """Threads of tests: what they return or raise, and where they wait."""
 
+import gc
 import inspect
 import sys
 import threading
@@ -26,8 +27,14 @@ def waits_in(thread, function):
     `function` is the innermost one of Python: `threading.Condition.wait`, or that which takes a lock.
     """
     code = inspect.unwrap(function).__code__
-    while thread.is_alive():
-        frame = sys._current_frames().get(thread.ident)
-        if frame is not None and frame.f_code is code:
-            return True
+    # `sys._current_frames` locks the list of threads. A collection within it may end a thread, which needs
+    # that list too: a deadlock before Python 3.11.9 (python/cpython#106883).
+    gc.disable()
+    try:
+        while thread.is_alive():
+            frame = sys._current_frames().get(thread.ident)
+            if frame is not None and frame.f_code is code:
+                return True
+    finally:
+        gc.enable()
     return False

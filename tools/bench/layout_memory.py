@@ -19,7 +19,7 @@ from datasvc.planning.memory import estimate_memory, state_bytes
 from datasvc.trainer.recipes.build import build_learner
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
-from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.planning.count_costs import count_costs
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.start import choose_place

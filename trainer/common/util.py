@@ -12,7 +12,7 @@ import torch
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.job import capabilities
-from datasvc.trainer.ops.reductions import choose_op
+from datasvc.trainer.ops.autograd import choose_op
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from datasvc.trainer.elastic.state import State
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.job import runtime
-from datasvc.trainer.optim.wrapper_numbers import raise_counts
+from datasvc.trainer.optim.parameter_names import raise_counts
 from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous, open_rendezvous
 

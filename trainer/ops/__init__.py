@@ -18,19 +18,31 @@ Raises:
 
 from __future__ import annotations
 
-from datasvc.trainer.ops.all_gather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from datasvc.trainer.ops.all_reduce import (
+from datasvc.trainer.ops.autograd import Adasum, Average, Max, Min, Product, Sum
+from datasvc.trainer.ops.collectives import (
+    allgather,
+    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    join,
+    poll,
+    synchronize,
 )
-from datasvc.trainer.ops.all_to_all import alltoall, alltoall_async
-from datasvc.trainer.ops.broadcasts import broadcast, broadcast_, broadcast_async, broadcast_async_
 from datasvc.trainer.ops.reduce_scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -38,8 +50,6 @@ from datasvc.trainer.ops.reduce_scatter import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from datasvc.trainer.ops.reductions import Adasum, Average, Max, Min, Product, Sum
-from datasvc.trainer.ops.waiting import barrier, join, poll, synchronize
 
 __all__ = [
     "Adasum",

@@ -14,7 +14,7 @@ from datasvc.trainer.gradients.single_gradients import combine_gathered, gather_
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import choose_name, submit_reducescatter
 from datasvc.trainer.ops import autograd
-from datasvc.trainer.ops.reductions import Average, Sum
+from datasvc.trainer.ops.autograd import Average, Sum
 
 
 def reducescatter(

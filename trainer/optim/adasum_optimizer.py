@@ -19,8 +19,7 @@ from datasvc.trainer.gradients.compression_with_memory import CompressionWithMem
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import submit_allreduce
-from datasvc.trainer.optim.parameter_names import parameters_of
-from datasvc.trainer.optim.wrapper_numbers import next_number
+from datasvc.trainer.optim.parameter_names import next_number, parameters_of
 
 
 def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:

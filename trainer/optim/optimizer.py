@@ -28,8 +28,14 @@ from datasvc.trainer.optim.adasum_optimizer import (
     make_adasum_optimizer,
     wrap_optimizer,
 )
-from datasvc.trainer.optim.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
-from datasvc.trainer.optim.wrapper_numbers import next_number
+from datasvc.trainer.optim.parameter_names import (
+    Groups,
+    check_groups,
+    name_parameters,
+    next_number,
+    parameters_of,
+    place_groups,
+)
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 

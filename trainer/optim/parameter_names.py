@@ -5,6 +5,7 @@ The position of a parameter is its index in `parameters_of(optimizer)`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from datasvc.trainer.gradients.bucket_choice import cut_evenly
 from datasvc.trainer.job.process_sets import ProcessSet
-from datasvc.trainer.optim.broadcast_state import broadcast_object
+from datasvc.trainer.optim.broadcast_state import allgather_object, broadcast_object
 
 Groups = int | Sequence[Sequence[Tensor]] | None
 """The parameters that are sent together: a number of groups, lists of parameters, or None for groups by size."""
+
+
+_counts: Counter[str] = Counter()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -95,3 +99,25 @@ def place_groups(
         order = broadcast_object(list(by_name), first_rank, "optimizer.groups", process_set)
         return cut_evenly([by_name[name] for name in order if name in by_name], groups)
     return [[positions[id(tensor)] for tensor in group if id(tensor) in positions] for group in groups or ()]
+
+
+# An object must have the same number on all ranks. The numbers count creations, not live objects, because garbage
+# collection happens at different times on different ranks. In an elastic job, ranks that start later have created
+# fewer objects, so all ranks raise their counts to the maximum whenever they synchronize their states.
+
+
+def next_number(kind: str) -> int:
+    """Return the number of a new object of a kind, such as "adasum"; every rank calls this in the same order.
+
+    Each kind is numbered from 0.
+    """
+    number = _counts[kind]
+    _counts[kind] += 1
+    return number
+
+
+def raise_counts() -> None:
+    """Raise the counts to the maximum over the ranks. A collective: every rank calls this."""
+    for counts in allgather_object(dict(_counts), name="wrapper_numbers"):
+        for kind, count in counts.items():
+            _counts[kind] = max(_counts[kind], count)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.ops import Sum, allreduce_
-from datasvc.trainer.optim.wrapper_numbers import next_number
+from datasvc.trainer.optim.parameter_names import next_number
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base class of torch's modules

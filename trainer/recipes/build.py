@@ -23,11 +23,9 @@ from datasvc.trainer.recipes.layouts.divided_model import (
 )
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer, ZeroOptimizer
 from datasvc.trainer.recipes.layouts.shard import recompute_activations
-from datasvc.trainer.recipes.optimizers.lamb import LAMB
-from datasvc.trainer.recipes.optimizers.lars import LARS
+from datasvc.trainer.recipes.optimizers.foreach_optimizer import LAMB, LARS, RMSpropSGD
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
-from datasvc.trainer.recipes.optimizers.rmsprop_sgd import RMSpropSGD
 from datasvc.trainer.recipes.optimizers.schedules import sgd_share
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task

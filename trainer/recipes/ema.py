@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.layouts.shard import to_local
 
 
 class WeightAverage:

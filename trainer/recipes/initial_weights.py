@@ -15,7 +15,7 @@ from datasvc.models.restoring.restore import read_version
 from datasvc.models.tensors.dtypes import cast
 from datasvc.models.tensors.name_filter import select_names
 from datasvc.trainer.recipes.checkpoints import restore
-from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.model_check import check_sizes, describe_misfit, describe_whole_model
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.run import Run

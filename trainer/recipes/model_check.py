@@ -16,7 +16,7 @@ import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.fit import LoadReport, TensorSpec
 from datasvc.models.restoring.load_into_module import spec_of
-from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.run import Run
 
 # Key in the configuration of an entry: what the model's method `sizes` returns. Versions of others do not have it.

@@ -30,7 +30,6 @@ from datasvc.threads import count_processors
 from datasvc.trainer.recipes.build import build_learner, compile_model
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
 from datasvc.trainer.recipes.choose_layout import read_layout
-from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.initial_weights import initialise
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
@@ -39,7 +38,7 @@ from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rat
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents, Recorder
-from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.recipes.run import EarlyStop, Run
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig, plan_batches
 from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task

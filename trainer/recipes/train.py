@@ -23,8 +23,7 @@ from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining
 from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.events import choose_events
-from datasvc.trainer.recipes.reporting.recorder import LoggedEvents
-from datasvc.trainer.recipes.reporting.step_clock import StepClock
+from datasvc.trainer.recipes.reporting.recorder import LoggedEvents, StepClock
 from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode
 from datasvc.loaders.decode.choice.choose import ON_GPU
 from datasvc.loaders.decode.choice.trial import TrialBatch, Trials, try_backends
-from datasvc.loaders.ranks.agree import agree, default_store
-from datasvc.loaders.ranks.data_ranks import DataRanks
+from datasvc.loaders.ranks.data_ranks import DataRanks, agree, default_store
+from datasvc.threads import count_processors
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+
 _LOG = logging.getLogger(__name__)
 # Function that returns batches for a trial.
 DrawBatches = Callable[[], Sequence[TrialBatch]]
+
+
+# Variables of torchrun and datasvc-run, of horovodrun, and of Open MPI. The first that is set is used.
+_LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 class DecodeChoice:
@@ -186,3 +192,23 @@ def parse_backend(value: object) -> Backend:
             parsed: Backend = backend
             return parsed
     raise ConfigError(f"decode of a loader's state is {value!r}; expected one of {', '.join(get_args(Backend))}")
+
+
+# It is the default number of decoding threads.
+
+
+def count_rank_processors(environ: Mapping[str, str] = os.environ) -> int:
+    """Return this rank's part of the processors, at least 1; all of them without a launcher.
+
+    The ranks of a node may share its processors; without the division, each rank would start a thread per processor.
+
+    Raises:
+        ConfigError: the launcher's variable for the number of ranks on this node is not a positive integer.
+    """
+    name = next((name for name in _LOCAL_SIZES if environ.get(name)), None)
+    if name is None:
+        return count_processors()
+    value = environ[name]
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{name} is {value!r}; expected the number of ranks on this node: correct it, or unset it")
+    return max(1, count_processors() // int(value))

@@ -16,8 +16,7 @@ from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.gpu.dali import Graph
 from datasvc.loaders.decode.gpu.gpu import GpuBackend
-from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
-from datasvc.loaders.decode.gpu.upload import UploadBackend
+from datasvc.loaders.decode.gpu.upload import ColourBackend, UploadBackend
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 
 ON_GPU: Final[Sequence[Backend]] = ("gpu-window", "gpu-whole")

@@ -13,7 +13,7 @@ import datasvc.trainer as hvd
 from datasvc.trainer.recipes.build import build_learner, compile_model
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
-from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.start import choose_place
 from datasvc.trainer.recipes.tasks.classification import Classification

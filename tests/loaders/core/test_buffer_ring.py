@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasvc.loaders.core.buffer_ring import BufferRing
+from datasvc.loaders.core.pinned import BufferRing
 
 HOLDERS = {
     "the buffer": lambda buffer: buffer,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from datasvc.loaders.decode.gpu.finish import DeviceFinish
-from datasvc.loaders.decode.pillow_decoder import make_resizer
+from datasvc.loaders.decode.gpu.gpu import DeviceFinish
+from datasvc.loaders.decode.worker import make_resizer
 from tests.loaders.decode.photos import LEVELS, SIZE, broken, config, decode, on_cpu, photos, windows
 
 

@@ -12,8 +12,8 @@ from datasvc.loaders.augment.augment import plan_centre_boxes, plan_centre_windo
 from datasvc.loaders.decode.backend import BackendConfig
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.gpu import GpuBackend
-from datasvc.loaders.decode.pillow_decoder import decode_window
 from datasvc.loaders.decode.pixels import PixelFormat
+from datasvc.loaders.decode.worker import decode_window
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from tests.support.odd_images import encode, exif
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from datasvc.errors import BadSampleError
-from datasvc.loaders.decode.pillow_decoder import decode_window
+from datasvc.loaders.decode.worker import decode_window
 from datasvc.shards.images.header import read_header
 from tests.examples import examples
 from tests.support.odd_images import (

@@ -8,7 +8,7 @@ from torch import distributed
 from torch.distributed import HashStore, TCPStore
 
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.loaders.ranks.agree import agree, default_store
+from datasvc.loaders.ranks.data_ranks import agree, default_store
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.rendezvous import RoundStore
 

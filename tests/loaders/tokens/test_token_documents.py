@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.loaders.tokens.token_documents import (
+from datasvc.loaders.tokens.token_decoder import (
     IGNORED,
     find_segments,
     number_documents,

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import datasvc.trainer as hvd
-from datasvc.trainer.gradients.compression import Compressor
+from datasvc.trainer.gradients.compression import Compressor, take_largest
 from datasvc.trainer.gradients.compression_with_memory import RESIDUAL
 from datasvc.trainer.gradients.gradient_bucket import DenseBucket, GradientReduction, view_like
 from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
-from datasvc.trainer.gradients.top_k import take_largest
 from tests.examples import examples
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.early_stop import EarlyStop
+from datasvc.trainer.recipes.run import EarlyStop
 
 
 def steps_until_stop(metric, patience, values):

@@ -22,11 +22,9 @@ from datasvc.planning.layout import (
     plan_layout,
     stages_per_rank,
 )
-from datasvc.trainer.recipes.layouts.context import ContextSplit
-from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
-from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
-from datasvc.trainer.recipes.layouts.tensor import FusedHeadsParallel, divide_layers, find_tensor_plan
+from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters, to_local
+from datasvc.trainer.recipes.layouts.tensor import ContextSplit, FusedHeadsParallel, divide_layers, find_tensor_plan
 
 # Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
 # so the parameters are sharded over both.

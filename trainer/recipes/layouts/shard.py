@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -118,3 +119,8 @@ class DiscardedStatistics:
         """Set the statistics back."""
         for module, buffers in zip(self._norms, self._kept, strict=True):
             module._buffers = buffers  # noqa: SLF001
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank stores, as a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

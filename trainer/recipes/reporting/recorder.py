@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -20,7 +21,6 @@ from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.negotiation.negotiation import StalledOperation
 from datasvc.trainer.job.runtime import current_job
 from datasvc.trainer.recipes.reporting.events import EventSink
-from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
 from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 
 RUN_LOG: Final = "datasvc"
@@ -38,6 +38,13 @@ GPU_STEPS_PER_SAMPLE: Final = 100
 
 Mark = Callable[[str], None]
 """A function that is called with the name of a part of a step, once the part's work is submitted to the device."""
+
+
+STRAGGLER_FACTOR: Final = 1.2
+"""A rank whose own time is this many times the median of all ranks is a straggler."""
+WAITING_PARTS: Final = ("targets_s", "all_reduce_s")
+"""Parts of a step in which replicas of a model wait for each other: they sum numbers of targets, and gradients."""
+_MAX_RANKS: Final = 256  # in one event
 
 
 class LoggedEvents:
@@ -210,3 +217,98 @@ def _fact_name(part: str) -> str:
 
 def mark_nothing(_part: str) -> None:
     """Measure nothing."""
+
+
+class StepClock:
+    """Sums durations over the steps between two reports. Work between steps, such as a commit, does not count."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._took_s = self._waited_s = 0.0
+        self._num_steps = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Mark the start of the next step."""
+        self._began = self._got = self._now()
+
+    def got_batch(self) -> None:
+        """Mark that the batch of this step has arrived."""
+        self._got = self._now()
+
+    def ended_step(self) -> None:
+        """Mark the end of this step and the start of the next."""
+        ended = self._now()
+        self._took_s += ended - self._began
+        self._waited_s += self._got - self._began
+        self._num_steps += 1
+        self._began = ended
+
+    def take(self) -> tuple[float, float]:
+        """Return the mean duration of the steps since the last call, and their mean wait for data, in seconds."""
+        num_steps = max(self._num_steps, 1)  # a call before the first step returns zeros
+        means = self._took_s / num_steps, self._waited_s / num_steps
+        self._took_s = self._waited_s = 0.0
+        self._num_steps = 0
+        return means
+
+
+class RankTimes:
+    """Sums the times of this rank until the ranks compare them."""
+
+    def __init__(self) -> None:
+        self._sums_s: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums_s)
+
+    def add(self, times_s: Mapping[str, float]) -> None:
+        """Add times of steps by name, in seconds."""
+        for name, value in times_s.items():
+            self._sums_s[name] = self._sums_s.get(name, 0.0) + value
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def take(self) -> dict[str, float]:
+        """Return the means since the last call."""
+        means = {name: total / self._counts[name] for name, total in self._sums_s.items()}
+        self._sums_s, self._counts = {}, {}
+        return means
+
+
+def describe_ranks(
+    hosts: Sequence[str], times_s: Sequence[Mapping[str, float]], *, has_own_times: bool = True
+) -> dict[str, Any]:
+    """Return the facts of an event that compares the ranks.
+
+    Args:
+        hosts: name of the host of each rank.
+        times_s: mean times of each rank: `step_s`, `wait_s` for data, and if measured `all_reduce_s` and others.
+        has_own_times: whether the ranks wait for each other in the parts of `WAITING_PARTS` only. If not, nothing
+            measured tells a slow rank from those that wait for it.
+
+    Returns:
+        Columns with an element for each rank: `rank`, `host` and the times. With `has_own_times` also `own_s`, the
+        time of a step without the parts in which the ranks wait for each other; and `stragglers`, the ranks with a
+        much longer own time. Of more than 256 ranks, those with the longest own times or steps.
+    """
+    waiting = WAITING_PARTS if has_own_times else ()
+    own_s = [times.get("step_s", 0.0) - sum(times.get(part, 0.0) for part in waiting) for times in times_s]
+    ranks = sorted(range(len(own_s)), key=lambda rank: -own_s[rank])[:_MAX_RANKS]
+    chosen = sorted(ranks)
+    names = sorted({name for times in times_s for name in times})
+    facts = {
+        "num_ranks": len(own_s),
+        "rank": chosen,
+        "host": [hosts[rank] for rank in chosen],
+        **{name: [_round(times_s[rank].get(name, 0.0)) for rank in chosen] for name in names},
+    }
+    if has_own_times:
+        median = statistics.median(own_s)
+        facts["own_s"] = [_round(own_s[rank]) for rank in chosen]
+        facts["stragglers"] = [rank for rank in ranks if own_s[rank] > STRAGGLER_FACTOR * median]
+    return facts
+
+
+def _round(seconds: float) -> float:
+    return float(f"{seconds:.4g}")

@@ -21,8 +21,7 @@ from typing import Any, Final, Literal
 from datasvc.trainer.launch.config_file import OneLineParser
 from datasvc.trainer.recipes.settings.config import TrainConfig, setting_fields, setting_groups, setting_types
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, field_types
-from datasvc.trainer.recipes.settings.presets import PRESETS, find_preset
-from datasvc.trainer.recipes.settings.settings_file import PRESET, format_yaml, read_settings
+from datasvc.trainer.recipes.settings.presets import PRESET, PRESETS, find_preset, format_yaml, read_settings
 
 _REQUIRED = dataclasses.MISSING
 # Environment variables by setting. The other commands of datasvc read the same ones.

@@ -4,13 +4,13 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.loaders import DecodeConfig, ImageLoader
-from datasvc.loaders.decode.choice import rank_processors
-from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
+from datasvc.loaders.decode.choice import choice
+from datasvc.loaders.decode.choice.choice import count_rank_processors
 
 
 @pytest.fixture
 def sixteen_processors(monkeypatch):
-    monkeypatch.setattr(rank_processors, "count_processors", lambda: 16)
+    monkeypatch.setattr(choice, "count_processors", lambda: 16)
 
 
 @pytest.mark.parametrize(

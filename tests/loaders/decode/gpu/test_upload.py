@@ -12,8 +12,7 @@ from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.augment.edits import plan_edit
 from datasvc.loaders.decode.gpu import device_stream
 from datasvc.loaders.decode.gpu.device_stream import CudaStream, current_gpu, place
-from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
-from datasvc.loaders.decode.gpu.upload import PinnedRing, UploadBackend
+from datasvc.loaders.decode.gpu.upload import ColourBackend, PinnedRing, UploadBackend
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from tests.loaders.decode.recorded_stream import RecordedStream
 from tests.loaders.decode.test_backends import broken, config, decode, on_cpu, photos, windows
@@ -235,7 +234,7 @@ COLOURED_ON = {
 def test_no_memory_to_finish_a_batch_is_raised_with_what_helps(full, name):
     backend = COLOURED_ON[name](dataclasses.replace(config(prefetch=1), changes_colours=True))
     backend.feed(photos(8), windows(8), edit(8))
-    full("datasvc.loaders.decode.gpu.finish.change_colours")
+    full("datasvc.loaders.decode.gpu.gpu.change_colours")
     with pytest.raises(DeviceError, match=rf"decode='{name}'; there is no memory left: use a smaller batch_size"):
         backend.take()
     backend.close()

@@ -4,7 +4,7 @@ import json
 import os
 
 from datasvc.trainer.recipes.reporting.events import JsonEvents, ProgressLine, TerminalEvents, choose_events
-from datasvc.trainer.recipes.reporting.step_clock import StepClock
+from datasvc.trainer.recipes.reporting.recorder import StepClock
 from tests.support.terminals import read_terminal
 
 FACTS = {"step": 7, "epoch": 1, "progress": 0.25, "loss": 0.5, "rate": 0.1, "step_s": 0.2, "wait_s": 0.05}

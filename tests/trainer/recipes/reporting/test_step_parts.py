@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
-from datasvc.trainer.recipes.reporting.recorder import StepParts
+from datasvc.trainer.recipes.reporting.recorder import RankTimes, StepParts, describe_ranks
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import has_own_times
 

@@ -22,11 +22,8 @@ from datasvc.loaders import (
     TokenFormat,
     TokenLoader,
 )
-from datasvc.trainer.recipes.optimizers import lamb, lars, rmsprop_sgd
-from datasvc.trainer.recipes.optimizers.foreach_optimizer import ForeachOptimizer
-from datasvc.trainer.recipes.optimizers.lamb import LAMB
-from datasvc.trainer.recipes.optimizers.lars import LARS
-from datasvc.trainer.recipes.optimizers.rmsprop_sgd import RMSpropSGD
+from datasvc.trainer.recipes.optimizers import foreach_optimizer
+from datasvc.trainer.recipes.optimizers.foreach_optimizer import LAMB, LARS, ForeachOptimizer, RMSpropSGD
 from datasvc.trainer.recipes.settings.config import setting_types
 
 # The settings by which a run sets an option of the library.
@@ -181,8 +178,7 @@ def test_each_compression_and_each_optimizer_of_the_library_is_a_choice():
     assert names == set(re.findall(r"[a-z]+\d*", metavar))
     own = {
         owner.__name__.lower().replace("rmspropsgd", "rmsprop-sgd")
-        for module in (lamb, lars, rmsprop_sgd)
-        for owner in vars(module).values()
+        for owner in vars(foreach_optimizer).values()
         if isinstance(owner, type) and issubclass(owner, torch.optim.Optimizer) and owner is not ForeachOptimizer
     }
     assert own == set(setting_types()["optimizer"].choices) - {"sgd", "adamw"}

@@ -4,8 +4,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.settings.options import parse_options
-from datasvc.trainer.recipes.settings.presets import PRESETS
-from datasvc.trainer.recipes.settings.settings_file import read_settings
+from datasvc.trainer.recipes.settings.presets import PRESETS, read_settings
 
 WORDS = ["--data", "d@1", "--repo", "r", "--name", "m"]
 

@@ -17,8 +17,7 @@ from datasvc.trainer.recipes.profiling.measure.layer_times import (
     choose_clock,
     gradient_bytes,
 )
-from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
-from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS, WALL, StepPartTimer
+from datasvc.trainer.recipes.profiling.measure.profiled_run import PARTS, WALL, ProfiledRun, StepPartTimer
 from datasvc.trainer.recipes.update import update
 
 _WARM_UP_STEPS: Final = 2

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.recipes.profiling.measure.contention import contention_of
+from datasvc.trainer.recipes.profiling.measure.measure import contention_of
 
 num_threads = st.integers(1, 64)
 

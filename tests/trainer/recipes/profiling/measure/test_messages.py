@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from datasvc.trainer.recipes.profiling.measure.measure import _split_reduce
 from datasvc.trainer.recipes.profiling.measure.messages import TimedBucket, plan_messages
-from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS
+from datasvc.trainer.recipes.profiling.measure.profiled_run import PARTS
 
 BUCKETS = [TimedBucket(10, 0.25, 0.1), TimedBucket(20, 1.0, 0.3)]
 

@@ -13,8 +13,7 @@ from datasvc.trainer.recipes.profiling.measure.layer_times import HostClock, Lay
 from datasvc.trainer.recipes.profiling.measure.layers import time_pass
 from datasvc.trainer.recipes.profiling.measure.measure import Bench
 from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
-from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled_run
-from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS
+from datasvc.trainer.recipes.profiling.measure.profiled_run import PARTS, open_profiled_run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.update import update
 from tests.trainer.recipes.test_train import VOCABULARY, write_tokens

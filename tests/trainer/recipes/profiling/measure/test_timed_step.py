@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from datasvc.testing import FakeClock
-from datasvc.trainer.recipes.profiling.measure import timed_step
+from datasvc.trainer.recipes.profiling.measure import profiled_run
 from datasvc.trainer.recipes.profiling.measure.measure import _host_share, _split_reduce
-from datasvc.trainer.recipes.profiling.measure.timed_step import OWN, PARTS, WALL, StepPartTimer
+from datasvc.trainer.recipes.profiling.measure.profiled_run import OWN, PARTS, WALL, StepPartTimer
 
 REDUCE = PARTS.index("all-reduce")
 
@@ -17,8 +17,8 @@ def clock(monkeypatch):
     """A clock of all times: a device is waited for as CUDA is, by looking for 2 s, which takes processor time."""
     clock = FakeClock()
     times = SimpleNamespace(perf_counter=clock, thread_time=clock, process_time=clock)
-    monkeypatch.setattr(timed_step, "time", times)
-    monkeypatch.setattr(timed_step, "synchronize", lambda _device: clock.advance(2))
+    monkeypatch.setattr(profiled_run, "time", times)
+    monkeypatch.setattr(profiled_run, "synchronize", lambda _device: clock.advance(2))
     return clock
 
 
