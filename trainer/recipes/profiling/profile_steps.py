@@ -1,6 +1,6 @@
 """Measures the steps of a run part by part, and predicts their time on other clusters.
 
-`measure/` runs and times steps. `predict/` computes the duration of a step from the measured costs.
+`measure/` runs and times steps; `datasvc/planning/prediction.py` computes the duration of a step from their costs.
 """
 
 from __future__ import annotations
