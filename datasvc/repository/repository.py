@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from datasvc.errors import (
     ConfigError,
@@ -440,7 +441,7 @@ class Repository:
 
     def _heads(self, kind: Kind, name: str, logs: Mapping[str, Sequence[int]], removed: frozenset[int]) -> Heads:
         own = logs if kind == "datasets" else {"versions": logs["versions"]}
-        return Heads.of_logs(self.branch_logs(name), self.positions(name), own, removed)
+        return Heads.of_logs(partial(self.branch_logs, name), partial(self.positions, name), own, removed)
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
         """Return the entry numbers of all logs of `name`, by path such as "versions" or "tags/best"; one request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -74,20 +74,34 @@ class Heads:
         moves: numbers of the moves of each branch, ascending.
     """
 
-    branches: BranchLogs
-    read: PositionReader
+    open_branches: Callable[[], BranchLogs]
+    open_positions: Callable[[], PositionReader]
     numbers: Sequence[int]
     removed: Collection[int]
     moves: Mapping[str, Sequence[int]]
 
     @classmethod
     def of_logs(
-        cls, branches: BranchLogs, read: PositionReader, logs: Mapping[str, Sequence[int]], removed: Collection[int]
+        cls,
+        open_branches: Callable[[], BranchLogs],
+        open_positions: Callable[[], PositionReader],
+        logs: Mapping[str, Sequence[int]],
+        removed: Collection[int],
     ) -> Heads:
         """Return the heads of a data set from a listing of its logs, which has the numbers of entries by path."""
         prefix = f"{BRANCHES}/"
         moves = {path.removeprefix(prefix): numbers for path, numbers in logs.items() if path.startswith(prefix)}
-        return cls(branches, read, logs["versions"], removed, moves)
+        return cls(open_branches, open_positions, logs["versions"], removed, moves)
+
+    @cached_property
+    def branches(self) -> BranchLogs:
+        """The logs of the branches, opened when they are needed, as a model and most data sets have none."""
+        return self.open_branches()
+
+    @cached_property
+    def read(self) -> PositionReader:
+        """The reader of the lines of versions, opened when it is needed."""
+        return self.open_positions()
 
     @cached_property
     def main(self) -> int | None:
