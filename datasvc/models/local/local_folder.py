@@ -347,7 +347,7 @@ class FolderLock:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the descriptor, such as the copy of a forked child; the lock stays with whoever else has it open."""
+        """Close the descriptor, such as the copy of a forked child. Others that have it open keep the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

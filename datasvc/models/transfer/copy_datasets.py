@@ -161,7 +161,7 @@ def begin_branches(
     """Begin the new branches at the copies of their heads; return all branches that are at the target now.
 
     Raises:
-        ConflictError: another process made a branch or tag of this name meanwhile; or see `Log.append`.
+        ConflictError: another process has made a branch or tag of this name since the plan; or see `Log.append`.
         UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     for each in planned:

@@ -108,8 +108,8 @@ Finish = Callable[[Submission, Result | OverflowError], None]
 """A callback that the executor calls once for each finished submission, with its result or its error."""
 
 
-# To complete a collective is to wait for it, and then to unpack its result and finish its submissions. Meanwhile the
-# engine's thread negotiates and packs the next operations.
+# Completing a collective means: wait for it, unpack its result, and finish its submissions. During this, the engine's
+# thread negotiates and packs the next operations.
 
 
 class Completions:

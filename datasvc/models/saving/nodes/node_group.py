@@ -185,7 +185,7 @@ def plan_copies(
 
 
 def plan_fetches(objects: Sequence[Mapping[Digest, int]], wanted: Sequence[Collection[Digest]]) -> list[NodeCopy]:
-    """Return the copies after which each node has the objects that it wants, of those that any node has.
+    """Return the copies after which each node has the objects that it needs, of those that any node has.
 
     Of several nodes that have an object, the one with the fewest bytes to send so far sends it.
 
