@@ -49,8 +49,9 @@ LOWEST_TESTS := $(addprefix tests/shards/,format query images sources/tabular so
 	tests/cli/test_cli.py tests/test_extras.py tests/test_sql_sandbox.py
 
 # Likewise for frameworks and trackers, some of which need newer packages than the core does. Kills are left to test-all.
+# gcs: Lightning imports gcsfs, and that of .venv needs a newer protobuf than the trackers at their floors.
 LOWEST_FRAMEWORKS := images train onnx plot demo tensorboard wandb mlflow lightning accelerate transformers \
-	torchdata jax keras
+	torchdata jax keras gcs
 LOWEST_FRAMEWORKS_TESTS := $(patsubst %,tests/integrations/test_%.py,lightning accelerate transformers torchdata jax keras trackers) \
 	tests/models/interop/test_onnx_file.py tests/trainer/recipes/reporting/test_metric_logs.py tests/trainer/function \
 	tests/loaders/profiling/test_report.py tests/shards/images
@@ -71,11 +72,11 @@ check: setup  ## ruff, mypy and the import directions
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py
 
-# Not among them: buckets, compressed_gradients and hierarchical need root and network namespaces, store_streams a bucket;
+# Not among them: averaging, buckets, compressed_gradients and hierarchical need root and network namespaces, store_streams a bucket;
 # the others take long or much disk. docs/reference/benchmarks.md has their commands.
 BENCHES := order ingest ingest_samples ingest_memory open_version cache loader evaluation shared models_find \
 	ui_pages ui_live run_log trainer profile_check layout_memory
-NOT_BENCHES := buckets compressed_gradients hierarchical plan_check models_local models_sharded store_streams \
+NOT_BENCHES := signals mixture views open_view averaging buckets compressed_gradients compression_advice hierarchical plan_check models_local models_sharded store_streams \
 	loader_resume models models_trained_on pages shared_training tokens
 
 bench: setup  ## most benchmarks, one after the other; results belong into docs/reference/benchmarks.md

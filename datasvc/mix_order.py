@@ -6,6 +6,9 @@ up. A keyed permutation selects the positions of each data set within a block. T
 order of the sequence, are its stream: its epoch 0 in its own access order, then its epoch 1, and so on. In this
 module, a source is the number of a data set in the mixture, and an ordinal is the index of a sample in a stream.
 
+The weights may change between blocks, see `mix_schedule`. A stream continues over a change, so that no sample of a
+data set is lost or repeated.
+
 There is no state, and memory is O(block). The sample at any position can be computed directly, and so can the
 position of any sample.
 """
@@ -15,12 +18,13 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys
+from datasvc.mix_schedule import MixSchedule, MixStage
 from datasvc.order import OrderConfig
 
 _MIXING, _OWN_ORDER = 33, 34  # values of `purpose` for `derive_keys`; augmentation has 32
@@ -52,16 +56,26 @@ class MixOrder:
         epoch_samples: samples of one epoch of the mixture.
         block: number of positions that are mixed together.
         seed: seed of the permutations.
+        stages: other weights from later blocks on, ascending.
+
+    Raises:
+        ConfigError: see `MixSchedule`.
     """
 
     def __init__(
-        self, sizes: Sequence[int], weights: Sequence[int], *, epoch_samples: int, block: int, seed: int
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[int],
+        *,
+        epoch_samples: int,
+        block: int,
+        seed: int,
+        stages: Sequence[MixStage] = (),
     ) -> None:
         self.num_samples = epoch_samples
         # A data set of weight 0 may have no samples. Count one, so that a division by the size is possible.
         self._sizes = np.maximum(np.asarray(sizes, np.int64), 1)
-        # The weight of data set n is the difference of elements n + 1 and n.
-        self._cumulative_weights = [0, *accumulate(weights)]
+        self._schedule = MixSchedule([MixStage(0, tuple(weights)), *stages], block)
         self._block = block
         self._permutation = KeyedPermutation(block, derive_keys(seed, 0, _MIXING, KeyedPermutation.num_keys))
         self._cached: OrderedDict[int, _MixBlock] = OrderedDict()
@@ -84,7 +98,7 @@ class MixOrder:
         """Return the positions of samples of one data set in the sequence of all epochs: the inverse of `locate`.
 
         Args:
-            source: number of a data set whose weight is not 0.
+            source: number of a data set that the mixture serves.
             ordinals: `int64[n]`, indices in its stream: own epoch * its number of samples + position in this epoch.
 
         Returns:
@@ -96,7 +110,7 @@ class MixOrder:
         positions = np.empty_like(ascending)
         start = 0
         while start < len(ascending):
-            block = self._block_of(source, int(ascending[start]))
+            block = self._schedule.block_of(source, int(ascending[start]))
             # The block has the samples `first_ordinal` to `stop_ordinal` of the data set. `in_block` has the position
             # of each of them in the block.
             first_ordinal = self.served_before(block)[source]
@@ -129,30 +143,12 @@ class MixOrder:
 
     def served_before(self, block: int) -> list[int]:
         """Return the number of samples of each data set that are served before a block."""
-        # Python integers are exact for any length. The cumulative shares are rounded down, so each number differs by
-        # less than one from the weighted share of the data set.
-        total = self._cumulative_weights[-1]
-        cumulative_shares = [block * self._block * weight // total for weight in self._cumulative_weights]
-        return [stop - start for start, stop in pairwise(cumulative_shares)]
+        return self._schedule.served_before(block)
 
     def most_of(self, run: int) -> list[int]:
         """Return for each data set an upper bound of its number of samples among any `run` consecutive positions."""
-        total = self._cumulative_weights[-1]
-        weights = [stop - start for start, stop in pairwise(self._cumulative_weights)]
         num_blocks = run // self._block + 2  # a run may start and end inside a block
-        # The numbers served before and after a block each differ by less than one from the weighted share. So a block
-        # has less than two samples more than its share.
-        return [min(run, num_blocks * (weight * self._block // total + 2)) if weight else 0 for weight in weights]
-
-    def _block_of(self, source: int, ordinal: int) -> int:
-        """Return the block that contains a sample of a data set's stream."""
-        weight = self._cumulative_weights[source + 1] - self._cumulative_weights[source]
-        # Start at a lower bound: `served_before` exceeds the weighted share of the data set by less than one. The
-        # loop takes a few steps at most.
-        number = max(0, (ordinal - 1) * self._cumulative_weights[-1] // (weight * self._block) - 1)
-        while self.served_before(number + 1)[source] <= ordinal:
-            number += 1
-        return number
+        return [min(run, num_blocks * most) for most in self._schedule.most_in_block()]
 
     def _read_block(self, number: int) -> _MixBlock:
         """Return a block from the few that are cached, or compute it."""

@@ -112,7 +112,7 @@ class OrderState:
             ConfigError: the state has another format, or a field is missing, invalid or unknown.
         """
         fields = dict(state)
-        for name in ("decode", "evaluation"):  # settings of an image loader, which are not part of the order
+        for name in ("decode", "evaluation", "masked"):  # settings of a loader, which are not part of the order
             fields.pop(name, None)
         stored_format = fields.pop("format", None)
         if stored_format != STATE_FORMAT:
@@ -277,6 +277,15 @@ class AccessOrder:
         index = self._permute_in_blocks(lane, ordinal - self._lane_starts[lane], forward=False)
         positions: Integers = index * self._lanes + lane
         return positions
+
+    def copies_of(self, shards: Integers, rows: Integers) -> tuple[Integers, Integers]:
+        """Return all positions of some samples.
+
+        Returns:
+            The index in `shards` of the sample that each position serves, and the positions, `int64[n]` each. Without
+            weights, each sample has one position.
+        """
+        return np.arange(len(shards)), self.positions_of(shards, rows)
 
     @cached_property
     def windows(self) -> ShardWindows:

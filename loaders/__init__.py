@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from datasvc.ledger.masked import Masked, MaskedRows
 from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.loader import Loader
-from datasvc.loaders.core.mixture import Mixture
+from datasvc.loaders.core.mixture import Mixture, MixtureStage
 from datasvc.loaders.decode.backend import DecodeConfig
 from datasvc.loaders.decode.pixels import IMAGENET_MEAN, IMAGENET_STD, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup
@@ -33,7 +34,10 @@ __all__ = [
     "ImageLoader",
     "Loader",
     "LoaderCollector",
+    "Masked",
+    "MaskedRows",
     "Mixture",
+    "MixtureStage",
     "OrderConfig",
     "PixelFormat",
     "TokenBatch",

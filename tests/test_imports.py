@@ -32,7 +32,8 @@ ALLOWED = {
     "datasvc.progress": {"datasvc.printable", "datasvc.sizes"},
     "datasvc.sql_sandbox": {"datasvc.child_process", "datasvc.errors", "datasvc.extras"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed_random"},
-    "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.order"},
+    "datasvc.mix_schedule": {"datasvc.errors"},
+    "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.mix_schedule", "datasvc.order"},
     "datasvc.repository": {
         "datasvc.child_process",
         "datasvc.errors",
@@ -66,11 +67,13 @@ ALLOWED["datasvc.runs"] = {
     "datasvc.threads",
 }
 ALLOWED["datasvc.runs"] |= {"datasvc.threads"}  # its use of them is in percent of those that it may use
-ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
+ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.mix_schedule"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.planning"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}  # pure: the page uses it without torch
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.ledger", "datasvc.mix_order"}
-ALLOWED["datasvc.api"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs"}
+ALLOWED["datasvc.models"] |= {"datasvc.mix_schedule"}
+ALLOWED["datasvc.replay"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs", "datasvc.loaders"}
+ALLOWED["datasvc.api"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs", "datasvc.replay"}
 ALLOWED["datasvc.views"] = ALLOWED["datasvc.api"] | {"datasvc.planning", "datasvc.drawing", "datasvc.loaders"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
@@ -102,6 +105,7 @@ ALLOWED["datasvc.loaders"] = {
     "datasvc.shards",
     "datasvc.order",
     "datasvc.mix_order",
+    "datasvc.mix_schedule",
     "datasvc.keyed_random",
     "datasvc.cache",
     "datasvc.errors",
@@ -133,7 +137,7 @@ ALLOWED["datasvc.integrations"] = ALLOWED["datasvc.api"] | {
 # folder of the package itself; its `__init__` is on top unless it is listed.
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
-    "datasvc.shards": ["format images lines", "sources", "versions", "history ingestion query export"],
+    "datasvc.shards": ["format images lines", "sources", "versions", "history ingestion query export", "views"],
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
     "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch"],
     "datasvc.models": [
@@ -147,7 +151,7 @@ ROOMS = {
         "transfer",
     ],
     "datasvc.node": ["transfers", "http", "."],
-    "datasvc.ui": ["settings thumbnails caches", "web", "pages registry", "server"],
+    "datasvc.ui": ["settings caches", "web", "pages registry", "server"],
     "datasvc.cli": ["terminal", "nodes datasets", "models", "."],
     "datasvc.loaders": [
         "augment profiling ranks",

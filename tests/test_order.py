@@ -8,16 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, StateMismatchError
-from datasvc.order import (
-    AccessOrder,
-    OrderConfig,
-    OrderState,
-    SpanSearch,
-    Step,
-    count_steps,
-    plan_step,
-    slice_step,
-)
+from datasvc.order import AccessOrder, OrderConfig, OrderState, SpanSearch, Step, count_steps, plan_step, slice_step
 from tests.examples import examples
 from tests.support.live_shards import live_shards
 

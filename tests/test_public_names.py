@@ -89,9 +89,12 @@ NOT_ON_THE_FACADE = {
     "make_input": "a tensor: the command makes one from text",
     "make_key": "public in `datasvc.models`: it has no repository",
     "make_model": "a module: the command makes one from text",
+    "make_view": "methods of a split: `split.where(...)`, `take`, `weighted` and `balanced`",
     "open_source": "`repo.datasets.ingest` opens the source",
     "parse_name_map": "a dict: the command makes one from text",
+    "purged_by_version": "counts that `repo.datasets.describe` has for one version",
     "show_facts": "`repo.models.describe` returns the version",
+    "use_text": "a line of text, of the entry that `repo.models.describe` has",
     "thumbnail": "draws on the terminal what `repo.datasets.head` returns",
 }
 

@@ -17,7 +17,7 @@ import torch
 import datasvc
 import datasvc.trainer as hvd
 from datasvc.cache import Cache
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.loaders import ImageLoader
 from datasvc.models import RetentionPolicy, SaveHandle, load_private_key, make_key
 from datasvc.shards import SourceOptions
@@ -96,6 +96,24 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert repo.datasets.merge("again@trial", "again", message="merged").deleted == {"train": 1}
     assert repo.datasets.remove_branch("again", "trial", message="merged")
 
+    chosen = repo.dataset("again")["train"].where("label = 1")
+    repo.datasets.save_view("ones", chosen, message="one class")
+    assert list(repo.datasets.views("again")) == ["ones"]
+    assert repo.datasets.view("again", "ones").table == chosen.digest
+    assert len(repo.dataset("again[ones]")["train"]) == len(chosen)
+    repo.datasets.remove_view("again", "ones", message="not needed")
+    assert repo.datasets.label("again", "label = 1", "a", split="val", message="corrected").changed
+    assert repo.datasets.confusion("again", "label", "label")
+    assert repo.datasets.compact("again", message="in shards").version
+    last = next(repo.datasets.head("again", 1, split="train")).key
+    assert repo.datasets.purge("again", keys=[last], split="train", missing="ok", dry_run=True).num_shards
+    assert repo.datasets.certificates("again") == []
+    copies = repo.datasets.copies("again")
+    assert len(copies) <= len(repo.datasets.copies())
+    assert repo.datasets.list_certificates() == []
+    with suppress(NotFoundError):
+        repo.datasets.certificate("0a")
+
 
 def use_manager(folder: Path) -> None:
     """Call the methods of `repo.models.manager(...)`."""
@@ -143,6 +161,12 @@ def use_models(folder: Path) -> None:
     assert (compared.versions, compared.values[0].values) == (("net@2", "net@3"), {"net@2": 4, "net@3": 7})
     assert repo.models.trained_on(["net"], keys=["train/a/00000"]).versions
     assert repo.models.lineage("net@3").models
+    with suppress(ConfigError):  # what it was trained on is not recorded
+        repo.models.plan_forget("net@3", ["train/a/00000"], missing="ok")
+    with suppress(NotFoundError):
+        repo.models.find_evaluated("net@3", data="pets@1", split="val")
+    with suppress(ConfigError, NotFoundError):
+        repo.models.batch_at("net@3", 1, rank=0)
 
     assert repo.models.tag("net@3", "prod", expect=0).version == 3
     assert repo.models.resolve("net@prod") == repo.models.versions("net")[-1]
@@ -190,6 +214,15 @@ def use_runs(folder: Path) -> None:
         log.report("step", step=2, loss=0.25)
     assert repo.runs.follow(log.ref, history.cursor).series["loss"].values.tolist() == [0.25]
     assert [run.ref for run in repo.runs.ls("net", last=1)] == [log.ref]
+    train = repo.dataset("again@1")["train"]
+    with ImageLoader(train, batch_size=4, training=True, size=8) as loader:
+        repo.runs.record(log.ref, loader, name="loss")
+        for batch in loader:
+            loader.record(batch, torch.ones(4))
+    assert repo.runs.signals(log.ref) == ["loss"]
+    assert np.nanmax(repo.runs.signal(log.ref, train, "loss", reduce="last")) == 1
+    assert repo.runs.signal_summary(log.ref, "loss", count=1).largest[0].value == 1
+    assert repo.runs.signal_table(log.ref, "again", "loss", reduce="mean").num_rows == 20
 
 
 def use_loaders(folder: Path) -> None:

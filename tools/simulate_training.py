@@ -30,12 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.planning.cluster import (
-    Cluster,
-    add_cluster_options,
-    parse_bandwidth,
-    parse_clusters,
-)
+from datasvc.planning.cluster import Cluster, add_cluster_options, parse_bandwidth, parse_clusters
 from datasvc.planning.prediction import costs_on
 from datasvc.planning.step import StepCosts, StepMode, contention_s
 from datasvc.sizes import parse_size

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         sparse_allreduce_async,
         synchronize,
     )
+    from datasvc.trainer.optim.averaging import Averaging
     from datasvc.trainer.optim.broadcast_state import (
         allgather_object,
         broadcast_object,
@@ -103,6 +104,7 @@ The version of this implementation is `datasvc.__version__`.
 __all__ = [
     "Adasum",
     "Average",
+    "Averaging",
     "Compression",
     "DistributedOptimizer",
     "EngineSettings",
@@ -183,6 +185,7 @@ _MODULES = (
     "job.process_sets",
     "gradients.compression",
     "ops",
+    "optim.averaging",
     "optim.broadcast_state",
     "optim.optimizer",
     "optim.sync_batch_norm",

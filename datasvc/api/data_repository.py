@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from threading import TIMEOUT_MAX
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasvc.api.datasets import Datasets
 from datasvc.api.gc import gc
@@ -18,6 +18,16 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.runs import RunHistory, RunLog, follow_run, list_runs, read_run, resolve_run
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.threads import call_within
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from datasvc.ledger.signals import SignalSource, SignalWriter
+    from datasvc.models.provenance.signal_summary import SignalSummary
+    from datasvc.models.provenance.signal_values import Reduce
+    from datasvc.shards import Split
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +145,69 @@ class Runs:
                 f"{self.repository.storage.location('runs')} has not answered for {timeout_s:g} s; try again with "
                 "the same cursor, or a longer timeout_s"
             ) from error
+
+    def record(self, ref: str, loader: SignalSource, *, name: str = "loss") -> SignalWriter:
+        """Record a signal of a run: from here on, `loader.record(batch, values)` keeps a number for each sample.
+
+        Every rank calls this for its own loader. For arguments and errors, see `SignalWriter`.
+        """
+        from datasvc.ledger.signals import SignalWriter
+
+        return SignalWriter(self.repository, ref, loader, name=name)
+
+    def signals(self, ref: str) -> list[str]:
+        """Return the names of the signals that a run has recorded.
+
+        Args:
+            ref: the run, see `read`.
+
+        Raises:
+            ConfigError, NotFoundError, UnavailableError: see `resolve_run`.
+        """
+        from datasvc.ledger.signals import list_signals
+
+        return list_signals(self.repository, "/".join(resolve_run(self.repository, ref)))
+
+    def signal(
+        self, ref: str, split: Split, name: str = "loss", *, reduce: Reduce = "last"
+    ) -> npt.NDArray[np.float32]:
+        """Return what a run recorded for each sample of a split: `float32[len(split)]`, NaN for those it never saw.
+
+        Args:
+            ref: the run, see `read`.
+            split: the split that the run read.
+            name: name of the signal.
+            reduce: of several epochs, the value of the "last", their "mean" or their "max".
+
+        Raises:
+            ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `resolve_run` and `signal_values`.
+        """
+        from datasvc.models.provenance.signal_values import signal_values
+
+        run = "/".join(resolve_run(self.repository, ref))
+        return signal_values(split, run, name, reduce=reduce, repository=self.repository)
+
+    def signal_summary(
+        self, ref: str, name: str = "loss", *, data: str | None = None, count: int = 24
+    ) -> SignalSummary:
+        """Return the distribution of the last epoch of a signal, and the samples with the largest values.
+
+        For arguments and errors, see `summarize_signal`; `ref` may be a name, for its newest run.
+        """
+        from datasvc.models.provenance.signal_summary import summarize_signal
+
+        run = "/".join(resolve_run(self.repository, ref))
+        return summarize_signal(self.repository, run, name, data=data, count=count)
+
+    def signal_table(self, ref: str, dataset: str, name: str = "loss", *, reduce: Reduce = "last") -> pa.Table:
+        """Return what a run recorded of the samples of a data set, by key, for `datasets.columns.add`.
+
+        For arguments and errors, see `signal_values.signal_table`; `ref` may be a name, for its newest run.
+        """
+        from datasvc.models.provenance.signal_values import signal_table
+
+        run = "/".join(resolve_run(self.repository, ref))
+        return signal_table(self.repository, run, dataset, name, reduce=reduce)
 
     def __repr__(self) -> str:
         return f"datasvc.open({redact_url(self.repository.url)!r}).runs"

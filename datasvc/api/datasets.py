@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from datasvc.api.certificates import list_certificates, read_certificate, read_certificates
 from datasvc.api.operation import Collection, Operation
+from datasvc.api.purge import purge
+from datasvc.api.recorded_copies import read_copies
 from datasvc.models.transfer import TransferReport, transfer_datasets
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository
 from datasvc.repository.branching import branch_history, create_branch, read_branches, remove_branch
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
+from datasvc.shards.history.columns import add_column, compact, drop_column, label, rename_column, set_column
 from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.history.rename import name_classes, rename
 from datasvc.shards.history.repair import delete_damaged, repair_dataset
@@ -20,7 +24,7 @@ from datasvc.shards.history.revert import revert
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.query.contact_sheet import Preview, preview_samples, write_contact_sheet
-from datasvc.shards.query.histogram import histogram
+from datasvc.shards.query.histogram import confusion, histogram
 from datasvc.shards.query.query import query
 from datasvc.shards.query.sample_details import read_sample
 from datasvc.shards.query.sample_page import read_page
@@ -36,6 +40,19 @@ from datasvc.shards.versions.describe import describe_version, read_bad_samples,
 from datasvc.shards.versions.diff import diff
 from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify
+from datasvc.shards.views.named import find_named, read_views, remove_view, save_view
+
+
+class Columns:
+    """Changes of columns: `repo.datasets.columns`; each commits a version, and writes no shard."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+
+    set = Operation(set_column)
+    add = Operation(add_column)
+    drop = Operation(drop_column)
+    rename = Operation(rename_column)
 
 
 class Datasets(Collection):
@@ -47,14 +64,25 @@ class Datasets(Collection):
     dry_run = Operation(dry_run_ingest)
     delete = Operation(delete)
     delete_damaged = Operation(delete_damaged)
+    purge = Operation(purge)
+    certificates = Operation(read_certificates)
+    certificate = Operation(read_certificate)
+    list_certificates = Operation(list_certificates)
     combine = Operation(merge)
     name_classes = Operation(name_classes)
+    label = Operation(label)
+    compact = Operation(compact)
+    confusion = Operation(confusion)
     revert = Operation(revert)
     branch = Operation(create_branch)
     branches = Operation(read_branches)
     branch_history = Operation(branch_history)
     remove_branch = Operation(remove_branch)
     merge = Operation(merge_branch)
+    save_view = Operation(save_view)
+    views = Operation(read_views)
+    view = Operation(find_named)
+    remove_view = Operation(remove_view)
     rename = Operation(rename)
     open = Operation(open_dataset)
     describe = Operation(describe_version)
@@ -70,6 +98,12 @@ class Datasets(Collection):
     histogram = Operation(histogram)
     export = Operation(export)
     push = Operation(transfer_datasets)
+    copies = Operation(read_copies)
+
+    @property
+    def columns(self) -> Columns:
+        """Correct, add, drop and rename columns: `repo.datasets.columns.set("pets", "label", "relabel.csv")`."""
+        return Columns(self.repository)
 
     def ls(self) -> list[DatasetVersion]:
         """Return the newest version of every data set, sorted by name; see `list_datasets`."""
@@ -112,5 +146,6 @@ class Datasets(Collection):
 
         For errors, see `preview_samples` and `write_contact_sheet`.
         """
-        version = str(self.resolve(ref))
-        return write_contact_sheet(Path(path), version, self.head(version, num_samples, split=split))
+        dataset = open_dataset(self.repository, ref)
+        samples = (preview_samples(chosen, num_samples) for chosen in choose_split(dataset, split))
+        return write_contact_sheet(Path(path), dataset.title, chain.from_iterable(samples))

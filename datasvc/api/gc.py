@@ -10,34 +10,20 @@ from __future__ import annotations
 import math
 import re
 import time
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from datasvc import durable
-from datasvc.errors import (
-    ConfigError,
-    CorruptDataError,
-    DatasvcError,
-    NotFoundError,
-    UnavailableError,
-    UnreadableVersionWarning,
-)
-from datasvc.models.provenance.sample_query import split_tables
-from datasvc.models.registry.retention import kept_of_removed
+from datasvc.api.referenced_objects import journal_times, referenced_objects
+from datasvc.errors import ConfigError, DatasvcError, UnavailableError
+from datasvc.ledger.signals import SIGNALS
 from datasvc.models.tensors.chunk_writer import POINTERS, pointed_digest
-from datasvc.models.tensors.tensor_table import read_table
-from datasvc.models.versions.artefacts import artefact_log, parse_artefact
-from datasvc.models.versions.entry_fields import check_fields, objects_of_entry
-from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
+from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
-from datasvc.repository.resolved import describe_damage
 from datasvc.runs.run_folders import RUNS, choose_old_runs, delete_run, newest_changes
-from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
 GRACE_S: Final = 7 * 24 * 3600
@@ -46,7 +32,6 @@ GRACE_S: Final = 7 * 24 * 3600
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _FOLDERS: Final = ("objects", "datasets", "models", POINTERS, JOURNALS, RUNS)
-_DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _DELETES_AT_ONCE: Final = 8
 _MAX_CLOCK_DIFFERENCE_S: Final = 3600
 
@@ -116,7 +101,6 @@ def gc(
     dry_run: bool = True,
     no_writers: bool = False,
     runs_older_than_s: float | None = None,
-    now_s: float | None = None,
 ) -> GcReport:
     """Delete old objects that no log entry references, old temporary files, and journals that were not resumed.
 
@@ -127,12 +111,11 @@ def gc(
     Args:
         repository: repository to clean.
         grace_s: minimum age in seconds; younger files are kept. Work without a journal must commit within this time.
-        dry_run: only list the files, delete nothing.
+        dry_run: only list the files, delete nothing. On a read-only store, the clock of this machine then measures
+            ages, and the report has a `clock_warning`.
         no_writers: assert that no process writes to the repository, which allows any `grace_s`.
         runs_older_than_s: also delete the logs of all runs that were not written for so many seconds, at least
             `grace_s`, with or without versions. None: keep them.
-        now_s: present time in seconds since 1970; default: that of the store, see `Storage.now_s`. A dry run on a
-            read-only store uses the clock of this machine and sets `clock_warning` in the report.
 
     Raises:
         ConfigError: the grace is too short for running writers; `runs_older_than_s` is shorter than the grace; the
@@ -153,9 +136,20 @@ def gc(
             f"runs_older_than_s is {runs_older_than_s:.0f} s, and the grace is {grace_s:.0f} s; give an age of at "
             "least the grace, in which a run may be continued"
         )
-    clock_warning = None
-    if now_s is None:
-        now_s, clock_warning = _time_s(repository.storage, dry_run=dry_run)
+    now_s, clock_warning = _time_s(repository.storage, dry_run=dry_run)
+    report = gc_at(repository, now_s, grace_s=grace_s, dry_run=dry_run, runs_older_than_s=runs_older_than_s)
+    return replace(report, clock_warning=clock_warning)
+
+
+def gc_at(
+    repository: Repository,
+    now_s: float,
+    *,
+    grace_s: float = GRACE_S,
+    dry_run: bool = True,
+    runs_older_than_s: float | None = None,
+) -> GcReport:
+    """Do what `gc` does, at a given time in seconds since 1970 and with any grace."""
     before_s = now_s - grace_s
     # List objects before reading references: an entry that is committed in between is read. A later entry references
     # objects that were written, or whose age was reset, after the listing; `sweep` finds that they are young.
@@ -179,7 +173,6 @@ def gc(
         num_kept=num_listed - len(objects),
         num_young=len(garbage.young),
         young_bytes=sum(garbage.young.values()),
-        clock_warning=clock_warning,
     )
 
 
@@ -215,7 +208,7 @@ def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
 def list_old(repository: Repository, before_s: float) -> Garbage:
     """Return the objects, pointers, temporary files and journals changed before `before_s`, referenced or not."""
     storage = repository.storage
-    old = Garbage(journals=[folder for folder, newest_s in _journals(storage).items() if newest_s < before_s])
+    old = Garbage(journals=[folder for folder, newest_s in journal_times(storage).items() if newest_s < before_s])
     for file in storage.walk(""):
         path = _OBJECT_PATH.fullmatch(file.path)
         is_old = file.modified_s < before_s
@@ -240,68 +233,11 @@ def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
         garbage.pointers.pop(digest, None)
 
 
-def referenced_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
-    """Yield the digest of every object that a log entry or a young journal references; some more than once.
-
-    Also yield the digest of every chunk of a tensor, because pointers are named by chunks. A journal is young if it
-    was changed after `before_s`.
-
-    Raises the errors of `gc`. UnavailableError is raised at once, because the store does not respond. The others are
-    raised at the end, in one error that names all unreadable versions.
-    """
-    # Read journals before entries: a journal is removed after its work is committed, so the entry is then read below.
-    yield from _referenced_by_journals(repository.storage, before_s)
-    seen_tables: set[Digest] = set()
-    problems: list[DatasvcError] = []
-    for name in repository.names("datasets"):
-        # A running save or ingest may reuse objects of a version that is then removed. So a removed version keeps its
-        # objects for the grace period, in which the save or ingest commits its own references.
-        removed = swept_versions(repository, "datasets", name, before_s)
-        for entry in _entries(repository, "datasets", name, before_s, problems):
-            yield from _digests_in(entry.content)
-            if entry.number in removed:
-                yield from _kept_of_removed_dataset(repository.objects, f"{name}@{entry.number}", entry)
-                continue
-            try:
-                yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
-            except (CorruptDataError, NotFoundError, ConfigError) as error:
-                if not _is_deleted(repository, Resolved("datasets", name, entry.number), error):
-                    problems.append(error)
-    for name in repository.names("models"):
-        removed = swept_versions(repository, "models", name, before_s)
-        yield from _referenced_by_artefacts(repository, name, removed, problems)
-        for entry in _entries(repository, "models", name, before_s, problems):
-            if entry.number in removed:
-                yield from _digests_in(kept_of_removed(entry.content))
-                continue
-            yield from _digests_in(entry.content)
-            try:
-                yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
-                _warn_of_wrong_fields(Resolved("models", name, entry.number), entry)
-            except (CorruptDataError, NotFoundError, ConfigError) as error:
-                if not _is_deleted(repository, Resolved("models", name, entry.number), error):
-                    problems.append(error)
-    if problems:
-        raise type(problems[0])("; ".join(map(str, problems))) from problems[0]
-
-
-def _is_deleted(repository: Repository, version: Resolved, error: DatasvcError) -> bool:
-    """Return whether an object is missing because another gc has deleted it: its version is removed.
-
-    That gc had a shorter grace period, or began later. If a version that is not removed needs a missing object, its
-    own error is raised.
-    """
-    # Read the removals now: the version may have been removed since this gc began.
-    return isinstance(error, NotFoundError) and version.version in swept_versions(
-        repository, version.kind, version.name, math.inf
-    )
-
-
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     """Delete the garbage that is still older than `before_s`; return the deleted files."""
     storage, swept = repository.storage, Garbage()
     # Delete journals first: a journal must never reference deleted objects.
-    newest = _journals(storage)
+    newest = journal_times(storage)
     for folder in garbage.journals:
         # A journal that its writer has removed since is not in `newest`; the default skips it.
         if newest.get(folder, before_s) < before_s:
@@ -309,6 +245,8 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
             swept.journals.append(folder)
     if garbage.runs:
         swept.runs = [ref for ref in garbage.runs if delete_run(storage, ref, before_s)]
+        for ref in swept.runs:
+            storage.delete_folder(f"{SIGNALS}/{ref}")
     digest_of_path = {Objects.path(digest): digest for digest in garbage.objects}
 
     def delete(paths: Collection[str]) -> list[str]:
@@ -325,128 +263,6 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     return swept
 
 
-def _entries(
-    repository: Repository, kind: Kind, name: str, before_s: float, problems: list[DatasvcError]
-) -> list[Entry]:
-    """Return the readable entries; add an error to `problems` for each other one, unless it was marked as lost."""
-    entries, errors = repository.versions(kind, name).try_entries()
-    if not errors:
-        return entries
-    removals = repository.removals(kind, name)
-    lost = removals.lost()
-    # What a lost version references is unknown. Within the grace period, running processes may still need it.
-    lost_before_grace = lost & removals.removed_before(before_s)
-    for number in sorted(errors.keys() - lost_before_grace):
-        version, error = Resolved(kind, name, number), errors[number]
-        if number in lost:
-            problems.append(
-                CorruptDataError(
-                    f"{version} was declared lost less than the grace period ago, and running processes may use "
-                    "its objects: run gc when it has ended, or with --grace 0s --no-writers if no process writes"
-                )
-            )
-        else:
-            is_damaged = isinstance(error, CorruptDataError)
-            problems.append(CorruptDataError(describe_damage(version, error)) if is_damaged else error)
-    return entries
-
-
-def _referenced_by_dataset(
-    objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]
-) -> Iterator[Digest]:
-    """Yield the objects of a data-set version. Tables in `seen_tables` were read already."""
-    for table in split_tables(entry.content, version).values():
-        if table not in seen_tables:
-            yield table
-            try:
-                content = objects.read(table)
-            except NotFoundError as error:
-                raise NotFoundError(f"a shard table of {version} is missing: {error}") from error
-            yield from ShardTable.decode(content, objects.location(table)).objects()
-            # Only now: each version whose table cannot be read must be reported.
-            seen_tables.add(table)
-
-
-def _kept_of_removed_dataset(objects: Objects, version: str, entry: Entry) -> Iterator[Digest]:
-    """Yield the objects of a removed version except its shards. They show on which keys a model was trained."""
-    # They are small, and not needed to read other versions, so a missing or damaged one is no reason to stop.
-    tables: Mapping[str, Digest] = {}
-    with suppress(CorruptDataError):
-        tables = split_tables(entry.content, version)
-    for digest in tables.values():
-        with suppress(CorruptDataError, NotFoundError, ConfigError):
-            table = ShardTable.decode(objects.read(digest), objects.location(digest))
-            shards = {shard.digest for shard in table.shards()}
-            yield from table.objects() - shards
-
-
-def _warn_of_wrong_fields(version: Resolved, entry: Entry) -> None:
-    """Warn if a field that names no object has a wrong type: the objects are kept, but no list has the version."""
-    try:
-        check_fields(entry.content, version)
-    except CorruptDataError as error:
-        message = f"the objects of {version} are kept, but {error}"
-        warnings.warn(UnreadableVersionWarning(str(version), message), stacklevel=2)
-
-
-def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]) -> Iterator[Digest]:
-    """Yield the objects of a model version, and its chunks. Tables in `seen_tables` were read already."""
-    refs = objects_of_entry(entry.content, version)
-    table = refs.tensors
-    yield from refs.all
-    if table not in seen_tables:
-        try:
-            records = read_table(objects, table)
-        except NotFoundError as error:
-            raise NotFoundError(f"the tensor table of {version} is missing: {error}") from error
-        seen_tables.add(table)  # only now: each version whose table cannot be read must be reported
-        for record in records:
-            for chunk in record.chunks:
-                yield chunk.digest
-                yield from (link.object for link in chunk.chain)  # the objects that the chunk is decoded from
-
-
-def _referenced_by_artefacts(
-    repository: Repository, name: str, removed: Collection[int], problems: list[DatasvcError]
-) -> Iterator[Digest]:
-    """Yield the files of the artefacts that are attached to versions of a model, except to `removed` ones."""
-    log = artefact_log(repository, name)
-    entries, errors = log.try_entries()
-    for number, error in errors.items():
-        location = repository.storage.location(log.path_of(number))
-        problems.append(
-            type(error)(
-                f"{error}; it may name artefacts of {name}. Copy {location} from another copy of the repository, or "
-                "delete it: the artefacts that it names are then lost"
-            )
-        )
-    attached: dict[tuple[int, str], Entry] = {}
-    for entry in entries:
-        try:
-            number, artefact = parse_artefact(name, entry)
-        except CorruptDataError as error:
-            problems.append(error)
-            continue
-        key = (number, entry.content["name"])
-        if artefact is None:
-            attached.pop(key, None)
-        elif number not in removed:
-            attached[key] = entry
-    for entry in attached.values():
-        yield from _digests_in(entry.content)
-
-
-def _digests_in(value: Any) -> Iterator[Digest]:
-    """Yield every text that may be a digest, so that objects referenced by fields of later formats are kept."""
-    if isinstance(value, str):
-        yield from (Digest(match.decode()) for match in _DIGESTS.findall(value.encode("utf-8", "replace")))
-    elif isinstance(value, Mapping):
-        yield from _digests_in([*value.keys(), *value.values()])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _digests_in(item)
-
-
 def _old_runs(repository: Repository, before_s: float, any_before_s: float) -> list[str]:
     """Return the references of the runs whose logs are not needed; for errors, see `gc`."""
     newest = {ref: changed_s for ref, changed_s in newest_changes(repository.storage).items() if changed_s < before_s}
@@ -460,25 +276,3 @@ def _old_runs(repository: Repository, before_s: float, any_before_s: float) -> l
             if isinstance(ref, str):
                 versions[ref] = versions.get(ref, False) or entry.number not in swept
     return choose_old_runs(newest, versions, before_s=before_s, any_before_s=any_before_s)
-
-
-def _journals(storage: Storage) -> dict[str, float]:
-    """Return the time of the last change of each journal, by its folder."""
-    newest: dict[str, float] = {}
-    for file in storage.walk(JOURNALS):
-        folder = "/".join(file.path.split("/")[:2])  # a file of a journal is JOURNALS/ID/...
-        newest[folder] = max(newest.get(folder, 0.0), file.modified_s)
-    return newest
-
-
-def _referenced_by_journals(storage: Storage, before_s: float) -> Iterator[Digest]:
-    for folder, newest_s in _journals(storage).items():
-        if newest_s < before_s:
-            continue
-        for file in storage.walk(folder):
-            try:
-                content = storage.read(file.path)
-            except NotFoundError:
-                continue  # the journal was removed after the commit of its work
-            # Yield every text that may be a digest, also in damaged records: keeping too many objects is harmless.
-            yield from (Digest(match.decode()) for match in _DIGESTS.findall(content))

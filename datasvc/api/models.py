@@ -9,7 +9,9 @@ from datasvc.api.operation import Collection, Operation
 from datasvc.models.interop import export_distributed, export_model, import_model
 from datasvc.models.interop.artefact_files import attach, fetch_artefacts
 from datasvc.models.interop.onnx_file import export_onnx
+from datasvc.models.provenance.evaluated import find_evaluated
 from datasvc.models.provenance.find_consumers import find_consumers
+from datasvc.models.provenance.forgetting import plan_forget
 from datasvc.models.provenance.lineage import read_lineage
 from datasvc.models.registry.compare import compare_versions
 from datasvc.models.registry.diff import diff
@@ -26,6 +28,7 @@ from datasvc.models.transfer import TransferReport, transfer
 from datasvc.models.versions.artefacts import artefacts, detach
 from datasvc.models.versions.signing import sign, signers
 from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.replay.batch_at import batch_at
 from datasvc.repository import Repository
 
 
@@ -50,7 +53,10 @@ class Models(Collection):
     diff = Operation(diff)
     compare = Operation(compare_versions)
     trained_on = Operation(find_consumers)
+    plan_forget = Operation(plan_forget)
     lineage = Operation(read_lineage)
+    batch_at = Operation(batch_at)
+    find_evaluated = Operation(find_evaluated)
 
     verify = Operation(verify)
     repair = Operation(verify_and_repair)

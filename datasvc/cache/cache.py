@@ -127,7 +127,7 @@ class Cache(CacheJob):
         num_threads: int | None = None,
         stop: threading.Event | None = None,
     ) -> StageReport:
-        """Make all shards of `splits` resident; equal shards are fetched once.
+        """Make all shards of `splits` resident, with the values beside them; equal objects are fetched once.
 
         Args:
             splits: splits of any data sets.
@@ -140,9 +140,12 @@ class Cache(CacheJob):
                 space during the fetches.
             CorruptDataError, NotFoundError, UnavailableError: see `CacheJob.acquire`.
         """
+        wanted = [(info, split.repository) for split in splits for info in split.table.cached_objects()]
+        for repository in {split.repository for split in splits}:
+            self.evict_retired(repository)  # after the tables were read, and the redactions with them
         return stage_objects(
             self,
-            ((info, split.repository) for split in splits for info in split.table.shards()),
+            wanted,
             progress=progress,
             num_threads=num_threads,
             stop=stop or threading.Event(),
@@ -160,7 +163,7 @@ class Cache(CacheJob):
 
     def _pin(self, opened: CacheFolder, name: str, splits: Sequence[Split], progress: Progress) -> StageReport:
         """Pin as `pin` does; the caller excludes concurrent changes of this pin."""
-        objects = {info.digest: info.size_bytes for split in splits for info in split.table.shards()}
+        objects = {info.digest: info.size_bytes for split in splits for info in split.table.cached_objects()}
         folder = opened.files.pins
         old_pin = read_pins(folder).get(name)
         old_objects = {} if old_pin is None else dict(old_pin.objects)

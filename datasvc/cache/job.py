@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -24,12 +24,14 @@ from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
 from datasvc.cache.sources.remote_file import Store
-from datasvc.errors import ConfigError, UnavailableError
+from datasvc.errors import CacheFullError, ConfigError, UnavailableError
 from datasvc.order import NextUse
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.repository import Digest, ObjectInfo, Objects, Repository
+from datasvc.repository.logs.redactions import redaction_log
 from datasvc.shards.format.reader import Shard
-from datasvc.shards.versions.dataset import ShardRequest
+from datasvc.shards.format.shard_stores import ShardRequest
+from datasvc.shards.format.shard_table import ShardTable
 
 Outcome = Literal["resident", "origin", "peer", "busy", "later"]
 """How an object became resident; "busy" and "later" mean that it did not, see `CacheJob.prefetch`."""
@@ -84,6 +86,16 @@ class CacheJob:
     def budget_bytes(self) -> int:
         """Limit of this tenant: the budget minus other tenants' guarantees, or its own maximum if that is lower."""
         return self._open().catalogue.read(CatalogueTables.account).available(self.tenant)
+
+    def evict_retired(self, repository: Repository, further: Iterable[Digest] = ()) -> list[Digest]:
+        """Evict the objects that purges have replaced or deleted; return those in use, which are deleted afterwards.
+
+        Only of the redactions that this process has read, such as with a shard table: the log is not read here.
+        `further` are other objects to evict.
+        """
+        known = redaction_log(repository.objects).known
+        retired = {*known.retired, *known.deleted, *further}
+        return self._open().catalogue.evict(retired) if retired else []
 
     def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:
         """Make an object resident, and add a hold on it until `release`.
@@ -279,6 +291,35 @@ class CacheJob:
         return outcome
 
 
+class CachedObjects(Objects):
+    """Objects of a repository, of which those in `cached` are read through a node's cache, for one job."""
+
+    def __init__(self, job: CacheJob, repository: Repository, cached: Mapping[Digest, ObjectInfo]) -> None:
+        super().__init__(repository.storage)
+        self._job, self._repository, self._cached = job, repository, cached
+
+    def read(self, digest: Digest, max_bytes: int | None = None) -> bytes:
+        """Return the same as `Objects.read`."""
+        if digest not in self._cached:
+            return super().read(digest, max_bytes)
+        return self.read_range(digest, 0, self._cached[digest].size_bytes)
+
+    def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
+        """Return the same as `Objects.read_range`."""
+        if digest not in self._cached:
+            return super().read_range(digest, offset, length)
+        try:
+            path, _ = self._job.hold(self._cached[digest], self._repository)
+        except CacheFullError:  # pins and other jobs left no space
+            return super().read_range(digest, offset, length)
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                return file.read(length)
+        finally:
+            self._job.release(digest)
+
+
 class CachedShards:
     """A `ShardStore` of one repository that reads through a node's cache, for one job.
 
@@ -288,6 +329,7 @@ class CachedShards:
     def __init__(self, job: CacheJob, repository: Repository) -> None:
         self._job = job
         self._repository = repository
+        job.evict_retired(repository)
         self._held: Counter[Digest] = Counter()  # number of holds (locks against eviction) on each shard
         # The finalizer refers to the job, which therefore stays open until the holds are released.
         weakref.finalize(self, job.abandon, self._held)
@@ -325,6 +367,15 @@ class CachedShards:
             reuse = NextUse(reuse.now, int(biased[0]))
         self._job.release(info.digest, reuse)
         self._held[info.digest] -= 1
+
+    def objects(self, table: ShardTable) -> Objects:
+        """Return the objects to read values beside the shards from: through the cache, if it can hold the split."""
+        # One pack has values of many shards. A cache that evicts would fetch it again for each of them, so if it
+        # cannot hold the split, values are read by range from the repository.
+        objects = table.overlays.value_objects()
+        size_bytes = table.size_bytes + sum(info.size_bytes for info in objects.values())
+        is_held = objects and size_bytes <= self._job.budget_bytes
+        return CachedObjects(self._job, self._repository, objects) if is_held else self._repository.objects
 
     def is_resident(self, info: ObjectInfo) -> bool:
         """Return whether a shard can be opened without a fetch. Raises ConfigError in a forked child."""

@@ -14,8 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from datasvc.cache.catalogue.files import DISK_FULL, Files
-from datasvc.cache.catalogue.lease import Lease, name_order
-from datasvc.cache.catalogue.object_locks import ObjectLocks
+from datasvc.cache.catalogue.object_locks import Lease, ObjectLocks, name_order
 from datasvc.cache.catalogue.recovery import open_catalogue
 from datasvc.cache.fetch.fetch import Fetcher
 from datasvc.cache.sources.origin_source import RequestPool

@@ -17,7 +17,7 @@ from typing import Literal
 from datasvc.cache.catalogue.catalogue import InvalidateOutcome
 from datasvc.cache.catalogue.configuration import read_pins
 from datasvc.cache.catalogue.files import FileLink
-from datasvc.cache.catalogue.lease import RunningJob
+from datasvc.cache.catalogue.object_locks import RunningJob
 from datasvc.cache.catalogue.records import RESERVED, footprint
 from datasvc.cache.catalogue.tables import parse_objects
 from datasvc.cache.process_handle import CacheFolder

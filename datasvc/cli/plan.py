@@ -9,7 +9,7 @@ import typer
 
 from datasvc.cli.runs import PARSED_BY_PROGRAM
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_facts, print_json
+from datasvc.cli.terminal.output import JsonOption, RepoOption, SamplesArgument, print_facts, print_json
 from datasvc.printable import count_text
 from datasvc.sizes import format_size, parse_size
 
@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, help="What a training run would need, be
     budget_bytes=None,
 )
 def cache(
-    ref: RefArgument,
+    ref: SamplesArgument,
     repo: RepoOption,
     budget: Annotated[
         str, typer.Option(help="Size of each node's cache, such as 50GB, or 10% of the size of this machine's disk.")

@@ -74,6 +74,47 @@ def show(run: RunArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
                  {"newest step": shown, "evaluation": last, "time of a step": means}.items() if values})  # fmt: skip
 
 
+@app.command()
+def signal(
+    run: RunArgument,
+    repo: RepoOption,
+    name: Annotated[str | None, typer.Argument(help="Signal, such as loss; without it, list the signals.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="SPLIT", help="One of the splits that it read, such as pets@3/train.")
+    ] = None,
+    num: Annotated[int, typer.Option("-n", min=1, help="Number of samples with the largest values.")] = 24,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the last epoch of a signal, such as the losses: the distribution, and the samples with the largest values.
+
+    Example: datasvc runs signal digits-cnn loss --repo ./repo
+    """
+    from datasvc.api import DataRepository
+
+    runs = DataRepository.open(repo).runs
+    if name is None:
+        names = runs.signals(run)
+        if as_json:
+            print_json(names)
+        else:
+            print_table(["signal"], [(each,) for each in names])
+        return
+    found = runs.signal_summary(run, name, data=data, count=num)
+    if as_json:
+        print_json(found.to_json())
+        return
+    nonfinite = f", {found.num_nonfinite:,} of them not finite" if found.num_nonfinite else ""
+    print_facts(
+        {"run": found.run, "data": found.data, "epoch": found.epoch,
+         "values": f"{found.num_values:,} of {found.num_samples:,} samples{nonfinite}"}
+    )  # fmt: skip
+    print_table(
+        ["from", "to", "values"], [(f"{each.start:.4g}", f"{each.stop:.4g}", each.num_values) for each in found.bins]
+    )
+    rows = [(each.number, each.key, each.class_name or "-", f"{each.value:.4g}") for each in found.largest]
+    print_table(["number", "key", "class", name], rows)
+
+
 def report(
     run: RunArgument,
     repo: RepoOption,

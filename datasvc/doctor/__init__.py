@@ -10,7 +10,7 @@ from datasvc.doctor.finding import Finding
 from datasvc.doctor.machine import examine_cache, examine_open_files, examine_ports, examine_shared_memory
 from datasvc.doctor.packages import examine_decoding, examine_packages
 from datasvc.doctor.stores import examine_node, examine_repository
-from datasvc.models.versions.environment import describe_environment
+from datasvc.models.versions.code_revision import describe_environment
 from datasvc.node.client import NodeClient
 from datasvc.node.settings import DEFAULT_PORT
 

@@ -58,11 +58,7 @@ def heat_map(
     y_scale = _TITLE_HEIGHT if with_title else 0
     top = y_scale + _TOP
     parts += _scale(y_scale, (low, high), unit, strongest, log_scale=log_scale) if known else []
-    every = max(1, math.ceil(70 / cell_width))  # not every column has room for its name
-    for number in range(0, len(columns), every):
-        x = left + number * cell_width
-        name = shorten_to_width(columns[number], every * cell_width - 6, 12)
-        parts.append(element("text", name, x=x, y=top - 8, class_="quiet"))
+    parts += _column_names(columns, (left, top - 8), cell_width)
     for number, (name, row) in enumerate(zip(shown, values, strict=False)):
         y = top + number * _CELL_HEIGHT
         text = shorten_to_width(name, left - 8)
@@ -86,6 +82,21 @@ def heat_map(
         description=f"{len(rows)} rows and {len(columns)} columns; "
         f"the largest value is {format_quantity(max(known, default=None), unit)}",
     )
+
+
+def _column_names(columns: Sequence[str], at: tuple[float, float], cell_width: int) -> list[Markup]:
+    """Return the names of the columns that have room for theirs, from the place `at` to the right."""
+    every = max(1, math.ceil(70 / cell_width))
+    return [
+        element(
+            "text",
+            shorten_to_width(columns[number], every * cell_width - 6, 12),
+            x=at[0] + number * cell_width,
+            y=at[1],
+            class_="quiet",
+        )
+        for number in range(0, len(columns), every)
+    ]
 
 
 def _cell(hover: Markup, at: tuple[float, float], width: float, opacity: float | None) -> Markup:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -17,6 +18,7 @@ from datasvc.api import DataRepository
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.extras import explain_missing
 from datasvc.integrations.tracked_version import describe_reference
+from datasvc.repository.logs.copies import record_copies
 from datasvc.repository.store.redaction import redact_url
 
 with explain_missing("datasvc.integrations.hub"):
@@ -89,16 +91,18 @@ def push_dataset(
 ) -> str:
     """Push a data-set version as Parquet files `data/SPLIT-00000-of-00004.parquet`; see `push_model`.
 
-    `workers` processes write the files.
+    `workers` processes write the files. The log of copies of `repo` gets an entry, see `repo.datasets.copies`.
     """
     version = str(repo.repository.resolve("datasets", ref))
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "data"
-        repo.datasets.export(version, str(folder), "parquet", workers=workers)
+        report = repo.datasets.export(version, str(folder), "parquet", workers=workers, record=False)
         (folder / "datasvc-export.json").unlink()
-        return _upload(
+        pushed = _upload(
             api, Path(temporary), repo_id, "dataset", version, private=private, tag=tag, replaced=("data/*.parquet",)
         )
+    record_copies(repo.repository.storage, [replace(report.copy, destination=f"hf://datasets/{pushed}")])
+    return pushed
 
 
 def pull_model(

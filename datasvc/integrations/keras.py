@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError, MissingPackageError
@@ -24,6 +24,12 @@ with explain_missing("datasvc.integrations.keras"):
 
 __all__ = ["KerasVersions", "LoaderBatches"]
 
+# What Keras takes to build a model: before 3.14, it copies two batches to the device of JAX ahead of time.
+_IS_PREFETCHING: Final = keras.backend.backend() == "jax" and tuple(map(int, keras.__version__.split(".")[:2])) < (
+    3,
+    14,
+)
+_BUILD_BATCHES: Final = 2 if _IS_PREFETCHING else 1
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables")
 
 
@@ -68,9 +74,9 @@ class LoaderBatches(keras.utils.PyDataset):
 
     def on_epoch_begin(self) -> None:
         """Begin a training after the batches that were trained; at their end, with the next epoch."""
-        # The first epoch that takes one batch only may be that in which Keras builds the model, and trains nothing.
+        # The first epoch that takes no more may be that in which Keras builds the model, and trains nothing.
         if self._handed and not self._is_counted:
-            if self._has_begun or len(self._handed) > 1:
+            if self._has_begun or len(self._handed) > _BUILD_BATCHES:
                 self._trained = self._handed[-1]
             self._has_begun = True
         self._handed.clear()

@@ -19,7 +19,7 @@ from datasvc.integrations.tracked_version import (
     find_version,
     read_splits,
 )
-from datasvc.models.versions.tracker_runs import config_of_run, runs_in_config
+from datasvc.models.versions.entry_fields import config_of_run, runs_in_config
 
 with explain_missing("datasvc.integrations.mlflow"):
     import mlflow

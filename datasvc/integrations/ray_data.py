@@ -16,9 +16,9 @@ from datasvc.cache.cache import use_cache
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
-from datasvc.order import AccessOrder, OrderConfig
+from datasvc.order import OrderConfig
 from datasvc.shards import ShardStore, Split
-from datasvc.shards.versions.dataset import open_listed_shard
+from datasvc.shards.format.shard_stores import open_listed_shard
 from datasvc.shards.versions.samples import choose_columns, read_columns
 
 with explain_missing("datasvc.integrations.ray_data"):
@@ -118,7 +118,7 @@ def _read(
 ) -> Iterator[pa.Table]:
     """Yield the samples of ranges of positions as tables, in the order of the positions."""
     # Made here: it has arrays over all shards, which need not travel with every task.
-    access_order = AccessOrder(split.table.samples_per_shard, order, epoch)
+    access_order = split.access_order(order, epoch)
     with ExitStack() as stack:
         store: ShardStore = split.origin
         if cache is not None:
@@ -129,9 +129,9 @@ def _read(
 
 def _read_block(split: Split, store: ShardStore, schema: pa.Schema, shards: Integers, rows: Integers) -> pa.Table:
     by_shard = np.argsort(shards, kind="stable")
-    parts = []
+    parts, objects = [], store.objects(split.table)
     for number in np.unique(shards).tolist():
-        shard = open_listed_shard(store, split.table, number)
+        shard = open_listed_shard(store, objects, split.table, number)
         try:
             parts.append(read_columns([(shard, split.stored_rows(number, rows[shards == number]))], schema))
         finally:

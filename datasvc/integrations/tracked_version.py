@@ -10,7 +10,7 @@ from datasvc.api import DataRepository
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models import DataUse
 from datasvc.models.versions.data_use import cursor_of
-from datasvc.models.versions.tracker_runs import runs_in_config
+from datasvc.models.versions.entry_fields import runs_in_config
 from datasvc.repository.store.redaction import redact_url
 
 REPOSITORY: Final = "datasvc.repository"

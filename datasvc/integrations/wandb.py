@@ -14,7 +14,7 @@ from typing import Any, Final
 from datasvc.api import DataRepository
 from datasvc.extras import explain_missing
 from datasvc.integrations.tracked_version import REPOSITORY, describe_reference, find_run, find_version, read_splits
-from datasvc.models.versions.tracker_runs import config_of_run
+from datasvc.models.versions.entry_fields import config_of_run
 
 with explain_missing("datasvc.integrations.wandb"):
     import wandb

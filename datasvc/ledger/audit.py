@@ -19,6 +19,7 @@ from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.ledger.file import SUFFIX, Header, LedgerFile, LedgerRecord, RecordKind, read_ledger
 from datasvc.ledger.history import Attempt, Cursor, order_files, split_into_attempts
 from datasvc.ledger.strided_range import StridedRange, Uneven, contiguous, cover
+from datasvc.mix_schedule import stem_of
 from datasvc.printable import count_text
 from datasvc.shown import Shown
 
@@ -48,6 +49,7 @@ class EpochAudit:
         copies: number of positions in files of a rank that repeat its counted file, see rule 2 of `history`.
         reasons: descriptions of ranks with a gap, a repetition or no file, if `never` or `repeated` is not empty.
         disagreements: descriptions of differences between ranks in the attempts that count for the epoch.
+        left_out: number of positions served once, with a sample that the run masks, see `Masked`.
     """
 
     epoch: int
@@ -64,6 +66,7 @@ class EpochAudit:
     copies: int
     reasons: Sequence[str]
     disagreements: Sequence[str] = ()
+    left_out: int = 0
 
     @property
     def is_faultless(self) -> bool:
@@ -152,25 +155,26 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
 
 def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[LedgerFile], list[str]]:
     """Return the files with the access order of `header`, and descriptions of the other files."""
-    expected = (header.order, header.num_samples)
-    # In another order, a position means another sample. So files with another order are only reported.
-    others = [file.header for file in files if (file.header.order, file.header.num_samples) != expected]
+    expected = (stem_of(header.order), header.num_samples)
+    # In another order, a position means another sample. So files with another order are only reported. But the later
+    # weights of a mixture may change at a resume, and what was served before then does not.
+    others = [file.header for file in files if (stem_of(file.header.order), file.header.num_samples) != expected]
     descriptions = dict.fromkeys(
         f"rank {other.data_rank} read {other.source}, {count_text(other.num_samples, 'sample')}, with "
         f"{other.order}; the first "
         f"file is of {header.source}, {count_text(header.num_samples, 'sample')}, with {header.order}"
         for other in others
     )
-    same = (file for file in files if (file.header.order, file.header.num_samples) == expected)
+    same = (file for file in files if (stem_of(file.header.order), file.header.num_samples) == expected)
     return same, list(descriptions)
 
 
 def _differences(attempt: Attempt) -> Iterator[str]:
     """Yield descriptions of the differences between the ranks of an attempt."""
-    for name in ("batch_size", "tail"):
+    for name in ("batch_size", "tail", "order"):
         ranks_by_value = defaultdict(list)
         for rank, file in sorted(attempt.files.items()):
-            ranks_by_value[getattr(file.header, name)].append(rank)
+            ranks_by_value[str(getattr(file.header, name))].append(rank)
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on ranks {_ranks_text(ranks)}" for value, ranks in ranks_by_value.items())
             yield f"from {_cursor_text(attempt.begin)} on ranks differ in {name}: {values}"
@@ -226,6 +230,7 @@ class _History:
         coverage = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
         num_dropped = _num_below(reached, dropped)
         num_masked = _num_below(reached, counted[RecordKind.MASKED])
+        num_left_out = _num_below(reached, counted[RecordKind.LEFT_OUT])
         # This includes dropped positions, and masked ones, because these are recorded as served too.
         num_once = reached - coverage.never.count - coverage.repeated.count
         is_uneven = bool(coverage.never.count or coverage.repeated.count)
@@ -235,7 +240,7 @@ class _History:
             reached,
             is_finished,
             # Negative if masked positions are repeated, because these are not in `num_once`.
-            served=max(0, num_once - num_dropped - num_masked),
+            served=max(0, num_once - num_dropped - num_masked - num_left_out),
             masked=num_masked,
             dropped=num_dropped,
             padded=sum(strided.size for strided in counted[RecordKind.PADDED]),
@@ -245,6 +250,7 @@ class _History:
             copies=self._copies[epoch],
             reasons=list(self._reasons(epoch, reached, passed)) if is_uneven else [],
             disagreements=list(self._disagreements(epoch)),
+            left_out=num_left_out,
         )
 
     def _disagreements(self, epoch: int) -> Iterator[str]:

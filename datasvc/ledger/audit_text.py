@@ -12,11 +12,12 @@ from datasvc.errors import ConfigError
 from datasvc.ledger.audit import Audit, EpochAudit
 from datasvc.ledger.file import Header
 from datasvc.ledger.strided_range import Uneven, first_positions
-from datasvc.order import AccessOrder, OrderState
+from datasvc.order import OrderState
 from datasvc.printable import count_text
 from datasvc.repository import Repository
 from datasvc.shards.versions.dataset import read_version
 from datasvc.shards.versions.keys import SplitKeys
+from datasvc.shards.views.reference import find_view
 
 
 def open_names(result: Audit, open_repository: Callable[[], Repository]) -> SampleNames | None:
@@ -40,6 +41,8 @@ def audit_facts(result: Audit, show: int, names: SampleNames | None) -> dict[str
     epochs = []
     for epoch in result.epochs:
         counts = {name: value for name, value in vars(epoch).items() if name not in {"never", "repeated"}}
+        if not epoch.left_out:  # a field that most audits do not have
+            del counts["left_out"]
         samples = {
             name: {"count": uneven.count, "samples": list_samples(uneven, epoch.epoch, show, names)}
             for name, uneven in (("never", epoch.never), ("repeated", epoch.repeated))
@@ -76,12 +79,14 @@ def describe_conclusion(epoch: EpochAudit) -> str:
 def describe_outcome(epochs: Sequence[EpochAudit]) -> str:
     """Return what happened to the samples of epochs without errors, such as "8 of 9 served once, 1 masked"."""
     # Masked and dropped samples are not lost, but they were not trained on either: no sentence may hide them.
-    served, masked, dropped, reached = (
-        sum(getattr(epoch, name) for epoch in epochs) for name in ("served", "masked", "dropped", "reached")
+    served, masked, left_out, dropped, reached = (
+        sum(getattr(epoch, name) for epoch in epochs)
+        for name in ("served", "masked", "left_out", "dropped", "reached")
     )
     texts = {
         f"{served:,} of {reached:,} served once": True,
         f"{masked:,} masked": masked,
+        f"{left_out:,} left out on request": left_out,
         f"{dropped:,} dropped by the tail": dropped,
     }
     return ", ".join(text for text, is_shown in texts.items() if is_shown)
@@ -92,6 +97,7 @@ def describe_counts(epoch: EpochAudit) -> list[str]:
     counts = {
         f"served {epoch.served:,}": True,
         f"masked {epoch.masked:,} that did not decode": epoch.masked,
+        f"left out {epoch.left_out:,} on request": epoch.left_out,
         f"dropped {epoch.dropped:,} that filled no batch": epoch.dropped,
         f"padded with {epoch.padded:,}": epoch.padded,
     }
@@ -132,6 +138,8 @@ class SampleNames:
         # A version that was removed since, also by a rename, keeps its shard tables and sample indexes.
         self._split = read_version(repository, repository.resolve("datasets", ref, removed=True))[split]
         # A data set of the same name in another repository may have other samples, so compare the shard tables.
+        if self._split.digest != state.version and (view := find_view(self._split, state.version)):
+            self._split = view
         if self._split.digest != state.version:
             raise ConfigError(
                 f"{header.source} in {repository.url} has shard table {self._split.digest[:12]}..., the run read "
@@ -145,7 +153,7 @@ class SampleNames:
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the repository cannot be read.
         """
-        order = AccessOrder(self._split.table.samples_per_shard, self._config, epoch)
+        order = self._split.access_order(self._config, epoch)
         shards, rows = order.locate(np.asarray(positions, np.int64))
         # Read the sample index of each shard once, even if several positions are in the shard.
         keys = {shard: self._keys.read(shard).keys for shard in np.unique(shards).tolist()}

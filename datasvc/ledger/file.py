@@ -50,12 +50,14 @@ class RecordKind(IntEnum):
         MASKED: in a batch, but masked, because the sample did not decode; the position is recorded as SERVED too.
         PADDED: served again, masked, to fill a batch.
         DROPPED: left over at the end of an epoch, too few for a batch.
+        LEFT_OUT: in a batch, but masked, because the run masks this position or sample; recorded as SERVED too.
     """
 
     SERVED = 1
     MASKED = 2
     PADDED = 3
     DROPPED = 4
+    LEFT_OUT = 5
 
 
 _KINDS = frozenset(RecordKind)

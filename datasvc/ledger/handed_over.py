@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from datasvc.ledger.masked import NOTHING_MASKED, Masked, with_masks
 from datasvc.order import OrderConfig, OrderState, Tail
 
 
@@ -23,16 +24,20 @@ class HandedOrder:
         split: name of the split.
         table: digest of the split's shard table.
         config: parameters of the order.
+        masked: samples that the run masks.
+        view: how the samples of a view were chosen; None for a split of a version.
     """
 
     dataset: str
     split: str
     table: str
     config: OrderConfig
+    masked: Masked = NOTHING_MASKED
+    view: str | None = None
 
     def state_at(self, cursor: tuple[int, int]) -> dict[str, Any]:
         """Return the loader state at an epoch and position."""
-        return OrderState(self.table, *cursor, self.config).to_dict()
+        return with_masks(OrderState(self.table, *cursor, self.config).to_dict(), self.masked)
 
 
 @dataclass(frozen=True)

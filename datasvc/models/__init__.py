@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from datasvc.models.saving.manager import CheckpointManager
     from datasvc.models.saving.queue import SaveHandle
     from datasvc.models.saving.save import save
-    from datasvc.models.versions.code_revision import CodeRevision, describe_code
+    from datasvc.models.versions.code_revision import CodeRevision, describe_code, describe_environment
     from datasvc.models.versions.data_use import ConsumptionTracker, DataUse, ReadLoader, ReadSpan
-    from datasvc.models.versions.environment import describe_environment
     from datasvc.models.versions.metadata import Execution
     from datasvc.models.versions.signing import load_private_key, make_key
 
@@ -90,7 +89,7 @@ _MODULES = {
     "DataUse": "versions.data_use",
     "ReadLoader": "versions.data_use",
     "ReadSpan": "versions.data_use",
-    "describe_environment": "versions.environment",
+    "describe_environment": "versions.code_revision",
     "Execution": "versions.metadata",
     "load_private_key": "versions.signing",
     "make_key": "versions.signing",

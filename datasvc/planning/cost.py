@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from datasvc.cache.sources.range_requests import PART_BYTES, STREAMED_PARTS, RangeRequests
+from datasvc.cache.sources.origin_source import PART_BYTES, STREAMED_PARTS, RangeRequests
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.planning.cache import EpochForecast, Forecast

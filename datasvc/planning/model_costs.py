@@ -113,32 +113,10 @@ def transformer_costs(
 ) -> ModelCosts:
     """Return the costs of a GPT: pre-norm blocks of attention and an MLP with four times the width.
 
-    Args:
-        name: name of the model.
-        layers: number of blocks.
-        heads: attention heads of a block.
-        width: channels of the residual stream.
-        vocabulary: size of the vocabulary.
-        tokens: tokens of a sample.
-        context: number of position embeddings; None: `tokens`.
-        tied: whether the logits use the token embedding's weights.
-        dropout: probability of dropout; its masks are kept if it is above 0.
+    `context` is the number of position embeddings, by default `tokens`. If `tied`, the logits use the weights of the
+    token embedding. The masks of `dropout` are kept if it is above 0. For the other arguments see `ModelCosts`.
     """
     stream = tokens * width
-    # The tensor group divides the columns of the first and the rows of the second matrix of attention and MLP
-    # (Shoeybi et al. 2019). The biases of the second matrices and the norms are on every rank.
-    block = PartCosts(
-        parameters=6 * width,
-        split_parameters=12 * width**2 + 7 * width,
-        # 24 s h^2 for the matrices, 4 s^2 h for the scores and their product with the values.
-        forward_flops=24 * tokens * width**2 + 4 * tokens**2 * width,
-        # Inputs of two norms, of the attention's and of the MLP's first matrix.
-        kept_elements=4 * stream,
-        # Queries, keys, values and attended values; input and output of GELU, each four times as wide.
-        split_elements=12 * stream,
-        # One byte per element for each of the two masks on the residual stream.
-        kept_bytes=2 * stream if dropout else 0,
-    )
     logits = tokens * vocabulary
     embedding = vocabulary * width
     first = PartCosts(
@@ -157,7 +135,7 @@ def transformer_costs(
         name,
         "blocks",
         first,
-        block,
+        _block_costs(tokens, width, dropout),
         last,
         layers,
         boundary_elements=stream,
@@ -165,4 +143,22 @@ def transformer_costs(
         width=width,
         tokens=tokens,
         tied_parameters=embedding if tied else 0,
+    )
+
+
+def _block_costs(tokens: int, width: int, dropout: float) -> PartCosts:
+    stream = tokens * width
+    # The tensor group divides the columns of the first and the rows of the second matrix of attention and MLP
+    # (Shoeybi et al. 2019). The biases of the second matrices and the norms are on every rank.
+    return PartCosts(
+        parameters=6 * width,
+        split_parameters=12 * width**2 + 7 * width,
+        # 24 s h^2 for the matrices, 4 s^2 h for the scores and their product with the values.
+        forward_flops=24 * tokens * width**2 + 4 * tokens**2 * width,
+        # Inputs of two norms, of the attention's and of the MLP's first matrix.
+        kept_elements=4 * stream,
+        # Queries, keys, values and attended values; input and output of GELU, each four times as wide.
+        split_elements=12 * stream,
+        # One byte per element for each of the two masks on the residual stream.
+        kept_bytes=2 * stream if dropout else 0,
     )

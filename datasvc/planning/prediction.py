@@ -13,14 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from datasvc.planning.cluster import Cluster, all_ranks, all_reduce_s
-from datasvc.planning.step import (
-    StepCosts,
-    StepMode,
-    contention_s,
-    exposed_reduce_s,
-    step_time,
-    training_side_s,
-)
+from datasvc.planning.step import StepCosts, StepMode, contention_s, exposed_reduce_s, step_time, training_side_s
 
 _TARGETS_BYTES: Final = 8  # an int64
 

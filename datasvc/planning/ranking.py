@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
-from datasvc.planning.candidates import (
-    Candidate,
-    Choices,
-    enumerate_candidates,
-    enumerate_layouts,
-)
+from datasvc.planning.candidates import Candidate, Choices, enumerate_candidates, enumerate_layouts
 from datasvc.planning.cluster import Cluster
 from datasvc.planning.layout import Layout, ModelSizes
 from datasvc.planning.layout_step import PlannedWork, StepEstimate, estimate_step

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnreadableVersionWarning
-from datasvc.repository.logs.branches import MAIN, Branch, check_branch, find_head, find_lines, line_fields
+from datasvc.repository.logs.branches import MAIN, RESERVED, Branch, check_branch, find_head, find_lines, line_fields
 from datasvc.repository.logs.heads import PositionReader
 from datasvc.repository.logs.log import Entry
 from datasvc.repository.logs.references import LineName, check_name
@@ -225,9 +225,11 @@ def find_branch(repository: Repository, name: str, branch: str) -> Branch:
     branches = repository.branch_logs(name)
     found = branches.find(branch)
     if found is None:
+        advice = (
+            f"the main line is {name} alone" if branch in RESERVED else f"`datasvc branch {name} {branch}` makes it"
+        )
         raise NotFoundError(
-            f"{name} has no branch {branch!r}; it has: {', '.join(branches.current()[0]) or 'none yet'}; "
-            f"`datasvc branch {name} {branch}` makes it"
+            f"{name} has no branch {branch!r}; it has: {', '.join(branches.current()[0]) or 'none yet'}; {advice}"
         )
     return found
 

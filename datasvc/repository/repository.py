@@ -12,14 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from datasvc.errors import (
-    ConfigError,
-    ConflictError,
-    CorruptDataError,
-    NotFoundError,
-    UnreadableVersionWarning,
-)
-from datasvc.repository.logs.branches import BRANCHES, Branch, BranchLogs
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnreadableVersionWarning
+from datasvc.repository.logs.branches import BRANCHES, MAIN_NAME, Branch, BranchLogs
 from datasvc.repository.logs.heads import Heads, PositionReader, parents_of
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, describe_numbers, list_logs
@@ -164,7 +158,8 @@ class Repository:
 
         Raises:
             NotFoundError: `ref` does not resolve.
-            ConfigError: `tag` is not a valid tag, or is "latest" and not set yet; or a branch has this name.
+            ConfigError: `tag` is not a valid tag; is "latest", or "main" of a data set, and not set yet; or a branch
+                has this name.
             CorruptDataError: `expect` is given, but the newest move of the tag is damaged.
             ConflictError: the tag does not point at `expect`, or the version was removed concurrently.
             UnknownOutcomeError, UnavailableError, ConflictError: see `Log.append`.
@@ -188,12 +183,13 @@ class Repository:
                 raise
             # The new move follows the damaged one. A conflict below removes the tag: the previous version is unknown.
             previous = 0
-        if tag == LATEST and not previous:
-            # A tag wins, see `resolve`. Tags of this name that are set already can be moved and removed.
-            raise ConfigError(
-                f"{target.name}@{LATEST} means the newest version, so {LATEST!r} cannot be a new tag; choose another "
-                "name"
+        if not previous and (tag == LATEST or (tag == MAIN_NAME and kind == "datasets")):
+            # A tag wins, see `resolve`. Tags of these names that are set already can be moved and removed.
+            name = target.name
+            reason = (
+                f"{name}@{LATEST} means the newest version" if tag == LATEST else f"the main line is {name} alone"
             )
+            raise ConfigError(f"{reason}, so {tag!r} cannot be a new tag; choose another name")
         if previous == target.version and expect in {None, previous}:
             return target
         if not previous and self._heads(kind, target.name, logs, removed).find(tag) is not None:
@@ -414,9 +410,11 @@ class Repository:
             return self._tags(kind, reference.name).version_at(tag, reference.moves_back, logs.get(f"tags/{tag}", ()))
         except NotFoundError as error:
             branches = self.branches(reference.name) if kind == "datasets" else {}
-            if not branches:
+            parts = [f"its branches: {', '.join(branches)}"] if branches else []
+            parts += [f"the main line is {reference.name} alone"] if kind == "datasets" and tag == MAIN_NAME else []
+            if not parts:
                 raise
-            raise NotFoundError(f"{error}; its branches: {', '.join(branches)}") from error
+            raise NotFoundError("; ".join([str(error), *parts])) from error
 
     def _find_on_branch(self, reference: Reference, tag_moves: Sequence[int], head: int, read: PositionReader) -> int:
         name, branch = reference.name, str(reference.tag)

@@ -119,7 +119,7 @@ def to_json_value(value: Any, depth: int = 0) -> Any:
 def _to_json_value(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int) and abs(value) < 1 << 63:
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 64:  # a seed may have 64 bits: a float would round it
         return int(value)
     number = to_number(value)
     if number is not None:

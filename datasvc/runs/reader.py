@@ -38,9 +38,7 @@ _Written = tuple[PartRange, StepTable]  # a table, and the part that has it
 _Column = tuple[PartRange, StepTable, int]
 
 
-def list_runs(
-    repository: Repository, name: str | None = None, *, last: int | None = None, now_s: float | None = None
-) -> list[RunSummary]:
+def list_runs(repository: Repository, name: str | None = None, *, last: int | None = None) -> list[RunSummary]:
     """Return the runs of a repository, newest first.
 
     This lists the folders of names and runs, and reads one small file of each run that it returns.
@@ -49,7 +47,6 @@ def list_runs(
         repository: repository with the logs.
         name: only runs of this name.
         last: only so many of the newest runs; None: all.
-        now_s: present time in seconds since 1970, which decides whether a run is responding; default: now.
 
     Raises:
         ConfigError: `name` is not valid.
@@ -57,10 +54,10 @@ def list_runs(
     """
     storage = repository.storage
     runs = list_run_ids(repository, name)[:last]
-    now = time.time() if now_s is None else now_s
+    now_s = time.time()
 
     def read(run: tuple[str, str]) -> RunSummary | None:
-        return _read_summary(storage, run[1], run[0], now)
+        return read_summary(storage, run[1], run[0], now_s)
 
     found = list(map(read, runs)) if storage.is_local else map_in_threads(read, runs, READS_AT_ONCE)
     return [summary for summary in found if summary is not None]
@@ -94,14 +91,12 @@ def resolve_run(repository: Repository, ref: str) -> tuple[str, str]:
     return name, run_id
 
 
-def read_run(repository: Repository, name: str, run_id: str, *, now_s: float | None = None) -> RunHistory:
+def read_run(repository: Repository, name: str, run_id: str) -> RunHistory:
     """Return what the log of a run has; for errors, see `follow_run`."""
-    return follow_run(repository, name, run_id, "", now_s=now_s)
+    return follow_run(repository, name, run_id, "")
 
 
-def follow_run(
-    repository: Repository, name: str, run_id: str, after: str, *, now_s: float | None = None
-) -> RunHistory:
+def follow_run(repository: Repository, name: str, run_id: str, after: str) -> RunHistory:
     """Return what the log of a run has after the `cursor` of an earlier result; "" returns all.
 
     The summary and the headers are complete. If the number of attempts has grown, steps of the newer attempt may
@@ -112,7 +107,6 @@ def follow_run(
         name: name of the run.
         run_id: identifier of the run.
         after: cursor.
-        now_s: see `list_runs`.
 
     Raises:
         ConfigError: `name`, `run_id` or `after` is not valid.
@@ -138,7 +132,7 @@ def follow_run(
     numbers = _attempts(files)
     headers, errors = Log(storage, folder).try_entries(numbers)
     series, evaluation, events = combine(parts, since)
-    summary = _summarize(name, run_id, ranges, parts, problems, len(numbers), _now(now_s))
+    summary = _summarize(name, run_id, ranges, parts, problems, len(numbers), time.time())
     if summary.num_lost:
         problems.append(f"{count_text(summary.num_lost, 'event')} of the last attempt could not be written")
     num_left_out = sum(part.content.num_left_out for part in parts)
@@ -153,8 +147,8 @@ def follow_run(
     return RunHistory(summary, contents, series, evaluation, events, problems, cursor)
 
 
-def _read_summary(storage: Storage, name: str, run_id: str, now_s: float) -> RunSummary | None:
-    """Return the summary of a run, or None if it was deleted meanwhile."""
+def read_summary(storage: Storage, name: str, run_id: str, now_s: float) -> RunSummary | None:
+    """Return the summary of a run at a time in seconds since 1970, or None if it no longer exists."""
     folder = run_folder(name, run_id)
     for _ in range(_LISTINGS):
         files = storage.list(folder)
@@ -207,10 +201,6 @@ def _parse_cursor(text: str) -> Since:
     if match is None:
         raise ConfigError(f"{text!r} is no cursor of a run; pass the `cursor` of an earlier result")
     return Since(int(match[1]), int(match[2]), float(match[3]))
-
-
-def _now(now_s: float | None) -> float:
-    return time.time() if now_s is None else now_s
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,23 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from datasvc.shards.format.reader import Shard
     from datasvc.shards.format.schema import image_schema
+    from datasvc.shards.format.shard_stores import OriginShards, ShardRequest, ShardStore
     from datasvc.shards.format.shard_table import ShardTable
     from datasvc.shards.format.writer import ShardStatistics, ShardWriter
     from datasvc.shards.ingestion.ingest import IngestReport, ingest
     from datasvc.shards.sources import SourceOptions
-    from datasvc.shards.versions.dataset import (
-        DatasetVersion,
-        OriginShards,
-        ShardRequest,
-        ShardStore,
-        Split,
-        open_dataset,
-    )
+    from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset
 
 # Modules of names, which are imported on first use: a list of data sets needs no Arrow, and a reader no ingest.
 _LAZY: Final = {
     "Shard": "format.reader",
     "image_schema": "format.schema",
     "ShardTable": "format.shard_table",
+    **dict.fromkeys(("OriginShards", "ShardRequest", "ShardStore"), "format.shard_stores"),
     **dict.fromkeys(("ShardStatistics", "ShardWriter"), "format.writer"),
     **dict.fromkeys(("IngestReport", "ingest"), "ingestion.ingest"),
     "SourceOptions": "sources",
-    **dict.fromkeys(
-        ("DatasetVersion", "OriginShards", "ShardRequest", "ShardStore", "Split", "open_dataset"), "versions.dataset"
-    ),
+    **dict.fromkeys(("DatasetVersion", "Split", "open_dataset"), "versions.dataset"),
 }
 
 __all__ = [

@@ -10,14 +10,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar
 
-from datasvc.errors import UnavailableError
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.registry.diff import ModelDifference
-from datasvc.models.registry.diff_process import diff_in_process
 from datasvc.repository import Repository
+from datasvc.repository.logs.redactions import redaction_log
+from datasvc.repository.logs.references import split_selection
+from datasvc.repository.separate_process import call_in_process
 from datasvc.runs import RunHistory, RunSummary, follow_run, list_runs, read_run
 from datasvc.shards.query.histogram import MAX_SHARDS, Histogram, histogram_of
 from datasvc.shards.query.sample_reader import NumberedSamples
-from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset
+from datasvc.shards.views.reference import ViewedDataset, is_digests
 
 # The server aims at 300 MB of memory. The shard table of 100 million samples takes up to some 20 MB.
 _MAX_VERSIONS: Final = 4
@@ -64,22 +67,47 @@ class RecentResults(Generic[_T]):
 
 
 class SplitCache:
-    """Versions with their splits, and histograms, of the last pages. Several threads may use it at once."""
+    """Versions with their splits, and histograms, of the last pages. Several threads may use it at once.
+
+    What was read before a purge is not used after it, in a remote repository at the latest some seconds after it.
+    """
 
     def __init__(self) -> None:
+        self._read_redactions_s: float | None = None
         self._versions: RecentResults[DatasetVersion] = RecentResults(_MAX_VERSIONS)
         self._samples: RecentResults[NumberedSamples] = RecentResults(_MAX_VERSIONS)
         self._histograms: RecentResults[Histogram] = RecentResults(_MAX_HISTOGRAMS)
 
     def version(self, repository: Repository, ref: str) -> DatasetVersion:
-        """Return the version that `ref` resolves to now. For errors, see `open_dataset`."""
-        resolved = repository.resolve("datasets", ref)
-        return self._versions.get(str(resolved), lambda: open_dataset(repository, str(resolved)))
+        """Return the version that `ref` resolves to now, or a view of it. For errors, see `open_dataset`."""
+        reference, selection = split_selection(ref)
+        if selection is not None and not is_digests(selection):
+            opened = open_dataset(repository, ref)
+            if isinstance(opened, ViewedDataset) and not opened.is_stored:
+                # Each request would evaluate the condition, also that which is the name of a column.
+                raise ConfigError(
+                    f"{ref[:200]!r}: a page opens views by name; give a condition as where=, or name it"
+                )
+            return opened
+        resolved = repository.resolve("datasets", reference)
+        exact = str(resolved) if selection is None else f"{resolved}[{selection}]"
+        return self._versions.get((exact, self.last_redaction(repository)), lambda: open_dataset(repository, exact))
+
+    def last_redaction(self, repository: Repository) -> int:
+        """Return the number of the newest entry of the log of redactions, as of a moment ago."""
+        max_age_s = 0.0 if repository.storage.is_local else _MAX_AGE_REMOTE_S
+        log = redaction_log(repository.objects)
+        if self._read_redactions_s is None or time.monotonic() - self._read_redactions_s >= max_age_s:
+            log.read()
+            self._read_redactions_s = time.monotonic()
+        return log.known.head
 
     def samples(self, dataset: DatasetVersion, split: str) -> NumberedSamples:
         """Return the samples of a split. Raise NotFoundError if there is no such split."""
         chosen = dataset[split]
-        return self._samples.get((chosen.dataset, split), lambda: NumberedSamples(chosen, _MAX_BYTES_OF_SPLIT))
+        return self._samples.get(
+            (*_name(chosen), chosen.dataset), lambda: NumberedSamples(chosen, _MAX_BYTES_OF_SPLIT)
+        )
 
     def histogram(
         self,
@@ -98,8 +126,13 @@ class SplitCache:
             return histogram_of(chosen, column, bins=bins, where=where, max_shards=max_shards)
 
         # Versions whose split has the same shard table share the result.
-        counted = self._histograms.get((chosen.digest, column, where, bins, max_shards), count)
+        counted = self._histograms.get((*_name(chosen), column, where, bins, max_shards), count)
         return replace(counted, version=chosen.dataset, split=split)
+
+
+def _name(split: Split) -> tuple[Hashable, ...]:
+    """Return what names the samples of a split: another value after a purge."""
+    return split.digest, split.name, redaction_log(split.repository.objects).known.head
 
 
 class KeptPages:
@@ -133,40 +166,68 @@ class KeptPages:
         return None if kept is None else (zlib.decompress(kept[0]).decode(), time.time() - kept[1])
 
 
+class SeparateResults(Generic[_T]):
+    """The last results of a function that runs in a process of its own, one at a time.
+
+    Each takes a processor and hundreds of megabytes.
+
+    Args:
+        url: URL of the repository.
+        function: the function, see `call_in_process`.
+    """
+
+    def __init__(self, url: str, function: str) -> None:
+        self._url = url
+        self._function = function
+        self._kept: RecentResults[_T] = RecentResults(_MAX_KEPT)
+        self._running = threading.Lock()
+
+    def get(self, *arguments: Hashable, what: str, command: str, at: Hashable = None) -> _T:
+        """Return the result for these arguments.
+
+        Args:
+            arguments: of the function.
+            what: what it finds, for the message that others wait.
+            command: see `call_in_process`.
+            at: state of the repository, whose results are not those of another one.
+
+        Raises:
+            UnavailableError: another result is computed.
+            DatasvcError: see `call_in_process`.
+        """
+        key = (arguments, at)
+
+        def run() -> _T:
+            result: _T = call_in_process(self._url, self._function, *arguments, command=command)
+            return result
+
+        def wait_and_run() -> _T:
+            if not self._running.acquire(timeout=_PATIENCE_S):
+                raise UnavailableError(
+                    f"{what} is not ready yet: another one is computed, and one at a time; load the page again later"
+                )
+            try:
+                return self._kept.get(key, run)  # another request may have made it in the meantime
+            finally:
+                self._running.release()
+
+        return self._kept.get(key, wait_and_run)
+
+
 class MeasuredChanges:
-    """The last comparisons. One is measured at a time, since each takes a processor and hundreds of megabytes.
+    """The last comparisons of model versions, with the change of each tensor.
 
     Args:
         url: URL of the repository.
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url
-        self._kept: OrderedDict[tuple[str, str], ModelDifference] = OrderedDict()
-        self._measuring = threading.Lock()
+        self._results: SeparateResults[ModelDifference] = SeparateResults(url, "datasvc.models.registry.diff:diff")
 
     def diff(self, a: str, b: str) -> ModelDifference:
-        """Compare two versions, which are resolved: their tensors never change.
-
-        Raises:
-            UnavailableError: another comparison is measured.
-            DatasvcError: see `diff_in_process`.
-        """
-        if (kept := self._kept.get((a, b))) is not None:
-            return kept
-        if not self._measuring.acquire(timeout=_PATIENCE_S):
-            raise UnavailableError(
-                f"the change of each layer from {a} to {b} is not measured yet: this server measures another "
-                "comparison, and one at a time; load the page again later"
-            )
-        try:
-            if (a, b) not in self._kept:
-                self._kept[a, b] = diff_in_process(self._url, a, b)
-                while len(self._kept) > _MAX_KEPT:
-                    self._kept.popitem(last=False)
-            return self._kept[a, b]
-        finally:
-            self._measuring.release()
+        """Compare two versions, which are resolved: their tensors never change. For errors, see `SeparateResults`."""
+        what = f"the change of each layer from {a} to {b}"
+        return self._results.get(a, b, what=what, command=f"datasvc models diff {a} {b}")
 
 
 @dataclass

@@ -36,6 +36,7 @@ from datasvc.ui.pages import (
     samples,
     search,
 )
+from datasvc.ui.pages.sample_records import batches, certificates, signals
 from datasvc.ui.registry.routes import add_registry
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import ACCESS, LOGIN_PATH, STATIC_PATH, Access
@@ -51,6 +52,7 @@ PAGES: Final[Mapping[str, Load]] = {
     "/search": search.load,
     "/datasets": home.load_datasets,
     "/datasets/{ref}": dataset.load,
+    "/datasets/{ref}/certificates/{certificate}": certificates.load,
     "/diff/{old}/{new}": diff.load,
     "/datasets/{ref}/samples/{split}": samples.load_page,
     "/datasets/{ref}/samples/{split}/{position}": samples.load_sample,
@@ -64,6 +66,9 @@ PAGES: Final[Mapping[str, Load]] = {
     "/runs": runs.load_list,
     "/runs/compare": run_comparison.load,
     "/runs/{name}/{id}": runs.load,
+    "/runs/{name}/{id}/batch": batches.load,
+    "/runs/{name}/{id}/batch/image/{column}": batches.load_image,
+    "/runs/{name}/{id}/signals/{signal}": signals.load,
     "/cluster": cluster.load,
     "/planner": planner.load,
 }

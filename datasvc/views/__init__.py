@@ -14,6 +14,7 @@ RENDERERS: Final[Mapping[str, Mapping[str, str]]] = {
         "DatasetLog": "datasets.log_html",
         "DatasetVersion": "datasets.version_html",
         "Difference": "diffs.dataset_difference_html",
+        "EvaluationOverlap": "provenance.evaluated_html",
         "Forecast": "loading.forecast_html",
         "ImageBatch": "loading.image_batch_html",
         "Lineage": "provenance.lineage_html",

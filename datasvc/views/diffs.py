@@ -46,11 +46,17 @@ def _describe_split(name: str, changes: Mapping[str, Any]) -> Markup:
         for kind in _KINDS
         if changes[kind]
     ]
+    labels = [f"{each['key']}: {each['old']} to {each['new']}" for each in changes["labels"]]
+    if labels:
+        keys.append(("relabelled", ", ".join(labels) + (", …" if changes["relabelled"] > len(labels) else "")))
     schema = schema_changes(changes).items()
     drift = sorted(changes["class_counts"].items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     parts = []
     if keys or schema:
         parts.append(html_table(["change", "of"], [*keys, *schema], caption=f"changes of {name}"))
+    if changes["confusion"]:
+        pairs = [(each["old"], each["new"], each["samples"]) for each in changes["confusion"]]
+        parts.append(html_table(["class", "became", "samples"], pairs, caption=f"changed labels of {name}"))
     if drift:
         counts = [(label, old, new, new - old) for label, (old, new) in drift]
         columns = ["class", "before", "after", "difference"]

@@ -18,9 +18,12 @@ from datasvc.drawing import (
     version_table,
 )
 from datasvc.errors import ConfigError
+from datasvc.ledger.masked import masks_of
 from datasvc.models.registry.graph import draw_history
 from datasvc.models.registry.registry import ModelVersion
+from datasvc.models.versions.data_use import use_text
 from datasvc.models.versions.entry_fields import tree_leaves
+from datasvc.printable import count_text
 from datasvc.views.view import Fact, FactPart, fact, fact_texts, references
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ def describe(version: ModelVersion) -> list[Fact]:
     """Return the facts of a version, from its entry; nothing is read."""
     entry, code, origin = version.entry, version.entry["code"] or {}, version.entry.get("origin") or {}
     bad = entry.get("num_nonfinite")
-    data = dict.fromkeys(f"{use['dataset']}/{use['split']}" for use in entry["data"])
+    data = dict.fromkeys(map(use_text, entry["data"]))
     return [
         fact("version", f"{version}{' (removed)' if version.removed else ''}"),
         fact("tags", ", ".join(version.tags)),
@@ -51,6 +54,8 @@ def describe(version: ModelVersion) -> list[Fact]:
              " in memory, table ", FactPart(entry["tensors"], "digest")),
         fact("stored_bytes", FactPart(entry.get("stored_bytes"), "bytes"), help="newly stored by its save"),
         fact("data", ", ".join(data) or "no consumed samples were recorded: the save had no data="),
+        fact("sync", _sync_text(entry.get("execution") or {}), help="who waited for whom, if not in every step"),
+        *_masked_facts(entry),
         fact("NOT FINITE", value_text(bad or None), help="tensors with NaN or infinite elements"),
     ]  # fmt: skip
 
@@ -58,6 +63,43 @@ def describe(version: ModelVersion) -> list[Fact]:
 def _epoch(entry: Mapping[str, Any]) -> int | None:
     states = [use["state"] for use in entry["data"] if use.get("purpose") != "evaluation"]
     return max((state["epoch"] for state in states if isinstance(state.get("epoch"), int)), default=None)
+
+
+def _sync_text(execution: Mapping[str, Any]) -> str | None:
+    """Return how the ranks of a run averaged their weights; None: they combined gradients, or it is not recorded."""
+    sync = execution.get("sync", "bsp")
+    if sync == "bsp":
+        return None
+    named = {"steps of a round": execution.get("sync_steps"), "outer optimizer": execution.get("outer_optimizer")}
+    return f"{sync} ({', '.join(f'{name}: {value}' for name, value in named.items() if value)})"
+
+
+def _masked_facts(entry: Mapping[str, Any]) -> list[Fact]:
+    """Return which samples and positions the training left out, from where on: forgotten, purged and skipped ones."""
+    left_out, skipped = [], []
+    for use in entry["data"]:
+        name = f"{use['dataset']}/{use['split']}"
+        try:
+            masked = masks_of(use["state"])
+        except ConfigError as error:
+            left_out.append(str(error))
+            continue
+        if use.get("purpose") == "evaluation":
+            continue
+        if masked.samples:
+            epoch, position = min(rows.since for rows in masked.samples)
+            start = "the beginning" if (epoch, position) == (0, 0) else f"epoch {epoch}, position {position:,}"
+            count = count_text(sum(len(rows.rows) for rows in masked.samples), "sample")
+            left_out.append(f"{count} of {name}, forgotten or purged, from {start} on")
+        if masked.positions:
+            count = count_text(sum(stop - start for _, start, stop in masked.positions), "position")
+            skipped.append(f"{count} of {name}")
+    return [
+        fact(
+            "left out", "; ".join(left_out), help="samples that `datasvc forget`, or a purge, kept from its training"
+        ),
+        fact("skipped", "; ".join(skipped), help="positions that its training left out, see `--skip`"),
+    ]
 
 
 def _code_parts(code: Mapping[str, Any]) -> list[object]:
@@ -113,10 +155,13 @@ def plot_metric(versions: Iterable[ModelVersion], metric: str, *, ax: Axes | Non
 
 
 def value_text(value: Any) -> str:
-    """Return a JSON value as text for a table: texts without quotes, "" for None."""
+    """Return a JSON value as text for a table: texts without quotes, "" for None, numbers with all digits."""
     if value is None or isinstance(value, str):
         return value or ""
-    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, sort_keys=True, default=str)
+    # Not rounded: two values that differ must not look equal in a comparison.
+    return (
+        repr(value).removesuffix(".0") if isinstance(value, float) else json.dumps(value, sort_keys=True, default=str)
+    )
 
 
 def _tree(values: Any) -> Markup:

@@ -18,6 +18,7 @@ from datasvc.drawing import (
     html_table,
     standalone,
 )
+from datasvc.models.provenance.evaluated import EvaluationOverlap, TrainedSample
 from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin, collapse_chains
 from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.printable import count_text
@@ -152,4 +153,21 @@ def uses_html(report: ConsumerReport) -> Markup:
         folded(
             "not known", html_table(["version", "gap"], gaps, max_rows=_MAX_ROWS) if gaps else Markup(), is_open=True
         ),
+    )
+
+
+def evaluated_html(overlap: EvaluationOverlap) -> Markup:
+    """Return how many evaluation samples a version was trained on, and the first of them."""
+    facts = {"version": overlap.version} | {
+        f"samples of {name}": f"{num_samples:,}" for name, num_samples in overlap.evaluated.items()
+    }
+    facts["in the training data"] = f"{len(overlap.samples):,}"
+    if overlap.num_unchecked:
+        facts["not compared, without a sample index"] = f"{overlap.num_unchecked:,}"
+    return standalone(
+        facts_table(facts),
+        html_table(list(TrainedSample._fields), overlap.samples, max_rows=_MAX_ROWS) if overlap.samples else Markup(),
+        folded("not known", html_table(["gap"], [(gap,) for gap in overlap.gaps]), is_open=True)
+        if overlap.gaps
+        else Markup(),
     )

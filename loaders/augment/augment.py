@@ -10,17 +10,16 @@ tries do not fit into the image, a centre crop is taken, as in common implementa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
-from datasvc.loaders.augment.transform import Transform
 
 # Purposes of the keys (`derive_keys`): one number per independent use of random values. The access order and ingests
 # use lower numbers.
@@ -35,6 +34,12 @@ _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 
 _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
 Evaluation = Literal["torchvision", "window"]
+
+
+Image = npt.NDArray[np.uint8]
+# (image `uint8[height, width, 3]`, generator) -> image of the same shape and dtype, which may be the argument itself,
+# changed in place. Called from several threads in parallel, after crop, scaling, flip and colour changes.
+Transform: TypeAlias = Callable[[Image, np.random.Generator], Image]
 
 
 @dataclass(frozen=True)
@@ -276,3 +281,26 @@ def _make_windows(window: npt.NDArray[np.float64], flips: npt.NDArray[np.int32])
 
 def _between(fraction: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.float64]:
     return low + fraction * (high - low)
+
+
+# A transform gets a random generator that depends on (seed, epoch, position) only. So it draws the same numbers after
+# a resume, in a batch of any size, on any rank and in any thread.
+
+
+def apply_transform(transform: Transform, image: Image, generator: np.random.Generator) -> None:
+    """Replace an image, `uint8[height, width, 3]`, in place by the result of a transform.
+
+    Errors that the transform raises are passed on unchanged.
+
+    Raises:
+        ConfigError: the transform does not return an array of the image's shape and dtype.
+    """
+    changed = transform(image, generator)
+    if changed is image:
+        return
+    if not isinstance(changed, np.ndarray) or (changed.shape, changed.dtype) != (image.shape, image.dtype):
+        actual = (
+            f"{changed.dtype}{list(changed.shape)}" if isinstance(changed, np.ndarray) else type(changed).__name__
+        )
+        raise ConfigError(f"transform returned {actual}; expected a NumPy array, uint8{list(image.shape)}")
+    np.copyto(image, changed)

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from datasvc.keyed_random import Integers
-from datasvc.loaders.augment.augment import AugmentConfig, ColourFactors, generators, plan_colours
+from datasvc.loaders.augment.augment import (
+    AugmentConfig,
+    ColourFactors,
+    Image,
+    Transform,
+    apply_transform,
+    generators,
+    plan_colours,
+)
 from datasvc.loaders.augment.colour import augment_colour
-from datasvc.loaders.augment.transform import Image, Transform, apply_transform
 
 
 @dataclass(frozen=True)

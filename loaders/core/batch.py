@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Generic, Self, SupportsIndex, TypeVar, ca
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.loaders.core import pinned
+from datasvc.loaders.core.sample_keys import BatchPlaces
 
 if TYPE_CHECKING:
     import torch
+
+    from datasvc.shards.versions.samples import Sample
 
 A = TypeVar("A")
 
@@ -45,7 +48,41 @@ class Batch(ABC, Generic[A]):
     `len(batch)` is therefore 2, as for a pair from torch's `DataLoader`; the number of samples is
     `len(batch.positions)`. `A` is the type of inputs and labels: a torch tensor or a NumPy array. Without labels in
     the data, the second element is None. Only the type of the attribute says so: in most loops there are labels.
+
+    Attributes:
+        places: where the samples are stored; set by the loader.
     """
+
+    places: BatchPlaces | None
+
+    @property
+    def keys(self) -> list[str]:
+        """Key of each sample, also of padding.
+
+        Only this property reads the sample indexes of the batch's shards, so a batch costs nothing more without it.
+
+        Raises:
+            ConfigError: no loader of datasvc made the batch.
+            CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.
+        """
+        return self._known_places.keys()
+
+    def sample(self, index: int) -> Sample:
+        """Return the stored sample, with all its columns and the encoded image, at an index of the batch.
+
+        Raises:
+            ConfigError: no loader of datasvc made the batch.
+            CorruptDataError, NotFoundError, UnavailableError: the sample cannot be read.
+        """
+        return self._known_places.sample(index)
+
+    @property
+    def _known_places(self) -> BatchPlaces:
+        if self.places is None:
+            raise ConfigError(
+                "this batch was not made by a loader of datasvc, so the places of its samples are unknown"
+            )
+        return self.places
 
     @property
     @abstractmethod

@@ -37,6 +37,7 @@ from datasvc.ledger.strided_range import contiguous, describe_positions, split_r
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.split_reader import Cursor
 from datasvc.loaders.ranks.data_ranks import DataRanks
+from datasvc.mix_schedule import stem_of
 from datasvc.order import Tail
 
 
@@ -131,11 +132,12 @@ class Ledger:
             self._before_last = (batch.before, self._end)
         self._open()
         is_full = bool(batch.mask.all())
+        is_served = batch.mask if batch.masked is None else batch.mask | batch.masked
         if bad or not is_full:
             # Write the records of padding and bad samples before those of served ones. If the process is killed in
             # between, the audit ignores them, because the served samples of their batch are missing.
             self._append(_masked_records(batch, bad))
-        samples = batch.positions if is_full else batch.positions[batch.mask]
+        samples = batch.positions if is_full else batch.positions[is_served]
         for strided in describe_positions(step.start, step.next_position, samples):
             self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, strided, strided.size))
 
@@ -222,7 +224,8 @@ class Ledger:
             header = read_header(files[-1][1])
         except CorruptDataError:
             return  # not an error of this run: `datasvc audit` reports damaged files
-        if header.order != self._header_fields["order"]:  # the order includes the version of the data
+        # The order includes the version of the data. The stages of a mixture may have changed at a resume.
+        if stem_of(header.order) != stem_of(self._header_fields["order"]):
             expected = self._header_fields
             raise ConfigError(
                 f"{self.folder} is the ledger of {header.source} with {header.order}; this loader reads "
@@ -237,10 +240,16 @@ class Ledger:
 
 
 def _masked_records(batch: SampleBatch, bad: Collection[int]) -> list[LedgerRecord]:
-    """Return the records of padding samples, and of samples that did not decode."""
-    is_bad = np.zeros(len(batch.positions), np.bool_)
+    """Return the records of padding samples, of samples that did not decode, and of those that the run masks."""
+    is_bad, is_left_out = (np.zeros(len(batch.positions), np.bool_) for _ in range(2))
     is_bad[list(bad)] = True
-    kinds = ((RecordKind.PADDED, ~batch.mask), (RecordKind.MASKED, is_bad & batch.mask))
+    if batch.masked is not None:
+        is_left_out = batch.masked
+    kinds = (
+        (RecordKind.PADDED, ~batch.mask & ~is_left_out),
+        (RecordKind.MASKED, is_bad & batch.mask),
+        (RecordKind.LEFT_OUT, is_left_out),
+    )
     return [
         LedgerRecord(kind, batch.epoch, strided, strided.size)
         for kind, is_chosen in kinds

@@ -9,56 +9,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, Self, TypeVar, cast
 
 from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.batches import Cursor, SampleBatch, SampleBatches
-from datasvc.loaders.core.cached_splits import follow_splits
-from datasvc.loaders.core.derived_order import derive_windowed, order_of_state
+from datasvc.ledger.masked import NOTHING_MASKED, Masked, masks_of, with_masks
+from datasvc.loaders.core.arguments import check_num_steps, check_sizes, choose_order
+from datasvc.loaders.core.batch import Batch
+from datasvc.loaders.core.batches import BatchDecoder, Cursor, SampleBatch, SampleBatches
+from datasvc.loaders.core.derived_order import derive_windowed, follow_splits, order_of_state
 from datasvc.loaders.core.ledger import Ledger
-from datasvc.loaders.core.mixture import Mixture, name_of, splits_of
+from datasvc.loaders.core.mixture import Mixture, purged_samples, splits_of
+from datasvc.loaders.core.sample_keys import BatchPlaces, SampleKeys
 from datasvc.loaders.core.state import SingleThreadGuard, restore_state, save_state
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.profiling.report import Report, make_report
 from datasvc.loaders.profiling.step_profiler import StepProfiler
-from datasvc.loaders.profiling.step_times import Stage
+from datasvc.loaders.profiling.step_times import Stage, write_trace
 from datasvc.loaders.profiling.timed_shards import TimedShards
-from datasvc.loaders.profiling.trace import write_trace
 from datasvc.loaders.ranks.data_ranks import DataRanks, check_group, choose_data_ranks
 from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
-from datasvc.printable import count_text
 from datasvc.shards import ShardStore, Split
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+
+    from datasvc.ledger.signals import RecordedBatch, SignalWriter
 
 # The batches and the cursor depend on these attributes, so they are set once.
 _FIXED: Final = frozenset({"split", "batch_size", "training", "tail", "ranks"})
 B = TypeVar("B")
-B_co = TypeVar("B_co", covariant=True)
-
-
-class BatchDecoder(Protocol[B_co]):
-    """Converts sample batches to the loader's batches, several at a time, in the order in which `feed` gets them."""
-
-    def feed(self, batch: SampleBatch) -> None:
-        """Start decoding a batch, which may be empty. Its views of shards stay valid until `take` has returned it."""
-
-    def take(self) -> B_co:
-        """Wait for the oldest batch that was fed, and return it decoded.
-
-        Raises:
-            BadSampleError: a sample does not decode; the message names it. The caller must then close the decoder.
-        """
-
-    def close(self) -> None:
-        """Stop, and release all resources."""
 
 
 class Loader(ABC, Generic[B]):
@@ -88,6 +74,8 @@ class Loader(ABC, Generic[B]):
             default "drop" in training, "pad" otherwise. With "short", some ranks may get an empty last batch.
         prefetch: batches in progress while the caller trains; 0: each batch is made in the call that returns it.
         ledger: folder of the ledger of batches handed over, for `datasvc audit`; the same for all ranks and restarts.
+        masked: samples that keep their positions but are False in `batch.mask` and zero in the inputs; the same on
+            all ranks. The state has them, and a loaded state adds its own.
 
     Raises:
         ConfigError: an argument is out of range; `order` is given together with `seed` or `shuffle`; the split lacks
@@ -113,6 +101,7 @@ class Loader(ABC, Generic[B]):
         tail: Tail | None = None,
         prefetch: int = 2,
         ledger: Path | str | None = None,
+        masked: Masked | None = None,
     ) -> None:
         check_sizes(batch_size=batch_size)
         if prefetch < 0:
@@ -138,7 +127,9 @@ class Loader(ABC, Generic[B]):
             derive=lambda order_seed: derive_windowed(split, cache, ranks, self._batches_at_once, seed=order_seed),
         )
         self._cache, self._blob, self._columns = cache, blob, tuple(columns)
+        self._masked_argument = self._masked = (masked or NOTHING_MASKED) | purged_samples(split)
         self._cached_stores, self._batches = self._open(self.order)
+        self._keys = SampleKeys(splits_of(split))
 
         self._cursor = Cursor(0, 0)
         self._num_loads = 0  # of states; a loop compares it, to continue at the state that was loaded inside of it
@@ -149,6 +140,7 @@ class Loader(ABC, Generic[B]):
         self._in_progress: deque[SampleBatch] = deque()
         self._num_decoding = 0  # batches in progress that have samples
         self._thread_guard = SingleThreadGuard()
+        self.signals: SignalWriter | None = None
         self._ledger_folder = ledger
         self._ledger: Ledger | None = None
         # `load_state_dict` may replace a derived order by that of the state, which an existing ledger has too. So the
@@ -164,10 +156,8 @@ class Loader(ABC, Generic[B]):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FIXED and name in self.__dict__:
-            raise ConfigError(
-                f"{name} of a loader cannot change: create another loader with {name}={value!r}, which can load the "
-                "state of this one"
-            )
+            advice = f"create another loader with {name}={value!r}, which can load the state of this one"
+            raise ConfigError(f"{name} of a loader cannot change: {advice}")
         super().__setattr__(name, value)
 
     def __getitem__(self, index: object) -> NoReturn:
@@ -208,6 +198,11 @@ class Loader(ABC, Generic[B]):
     def steps_left(self) -> int:
         """Number of steps that are left in the current epoch."""
         return self._count_steps_left(self._reported_cursor)
+
+    @property
+    def masked(self) -> Masked:
+        """The samples that are masked: those of the argument and of the state that was loaded, and purged ones."""
+        return self._masked
 
     def __iter__(self) -> Iterator[B]:
         """Yield the remaining batches of the epoch; if none remain, those of the next epoch.
@@ -254,7 +249,7 @@ class Loader(ABC, Generic[B]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run after the batches handed over so far, as JSON values."""
-        return save_state(self.split, self.order, self._cursor)
+        return with_masks(save_state(self.split, self.order, self._cursor), self._masked)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that was saved with any world size, batch size, cache or device.
@@ -266,6 +261,7 @@ class Loader(ABC, Generic[B]):
         # Check the state before dropping prefetched batches: after an error the loader continues as before.
         order = order_of_state(state, self.order) if self._is_derived else self.order
         cursor = restore_state(state, self.split, order)
+        masked = masks_of(state) | self._masked_argument.since(cursor)
         opened = None if order == self.order else self._open(order)
         with self._thread_guard:
             self._discard()
@@ -273,6 +269,8 @@ class Loader(ABC, Generic[B]):
             self._num_loads += 1
             if opened is not None:
                 self._change_order(order, *opened)
+            if masked != self._masked:
+                self._change_masks(masked)
             self._begin(cursor)
 
     def _move(self, cursor: Cursor) -> None:
@@ -286,6 +284,11 @@ class Loader(ABC, Generic[B]):
         self._cursor = cursor
         if self._ledger is not None:
             self._ledger.begin(*cursor)
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """Settings that make batches of samples, as JSON values, for `batch_at`; None: it cannot make them."""
+        return None
 
     def report(self) -> Report:
         """Return the time per stage and the bottleneck of the steps since `restart_report`."""
@@ -304,15 +307,32 @@ class Loader(ABC, Generic[B]):
         names = " + ".join(split.dataset for split in splits_of(self.split))
         write_trace(path, self.profiler.spans(), process_name=f"{names}, rank {self.ranks.rank}")
 
+    def record(self, batch: B, values: Tensor | npt.NDArray[Any]) -> None:
+        """Keep a number of each sample of a batch, such as its loss, in the signal of the run.
+
+        Args:
+            batch: batch of this loader.
+            values: `[n]`, one number per sample.
+
+        Raises:
+            ConfigError: the loader records no signal: call `repo.runs.record` first; or see `SignalWriter.record`.
+        """
+        if self.signals is None:
+            raise ConfigError("this loader has no signal: call repo.runs.record(run, loader) first")
+        self.signals.record(cast("RecordedBatch", batch), values)
+
     def close(self) -> None:
         """Release the shards and the decoder. The loader may be used again and continues from its cursor.
 
         Raises:
             ConfigError: another thread uses the loader.
+            UnavailableError: the store does not take the values that were recorded.
         """
         if self._thread_guard.is_foreign:
             return  # a forked child must not close its parent's resources
         with self._thread_guard:
+            if self.signals is not None:
+                self.signals.flush()
             self._discard()
             self._close_stores_and_ledger()
 
@@ -364,11 +384,9 @@ class Loader(ABC, Generic[B]):
 
     def _open(self, order: OrderConfig) -> tuple[list[PrefetchingShardStore], SampleBatches]:
         """Return the shard stores that use the cache ([] without a cache), and the batches in the given order."""
-        cached = (
-            []
-            if self._cache is None
-            else follow_splits(self.split, order, self._cache, self.ranks, batches=self._batches_at_once)
-        )
+        cached: list[PrefetchingShardStore] = []
+        if self._cache is not None:
+            cached = follow_splits(self.split, order, self._cache, self.ranks, batches=self._batches_at_once)
         stores: Sequence[ShardStore] = cached or [split.origin for split in splits_of(self.split)]
         return cached, SampleBatches(
             self.split,
@@ -380,7 +398,13 @@ class Loader(ABC, Generic[B]):
             tail=self.tail,
             blob=self._blob,
             columns=self._columns,
+            masked=self._masked,
         )
+
+    def _change_masks(self, masked: Masked) -> None:
+        """Mask other samples from now on. No batch may be in progress."""
+        self._masked = masked
+        self._batches.mask(masked)
 
     def _change_order(
         self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches
@@ -404,7 +428,8 @@ class Loader(ABC, Generic[B]):
         self._ledger = Ledger(
             self._ledger_folder,
             order={name: value for name, value in state.items() if name not in {"epoch", "position"}},
-            source=" + ".join(map(name_of, splits_of(self.split))),
+            # Without what a view selects: the audit reads the version by this name, and the view by its digest.
+            source=" + ".join(f"{split.dataset}/{split.name}" for split in splits_of(self.split)),
             num_samples=len(self.split),
             ranks=self.ranks,
             batch_size=self.batch_size,
@@ -427,6 +452,10 @@ class Loader(ABC, Generic[B]):
                 with self.profiler.stage(Stage.DECODE):
                     finished = self._deliver(self._decoder.take())
                 batch = self._in_progress.popleft()
+                if isinstance(finished, Batch):
+                    # Not a replacement: batches are frozen for their users, and this one has none yet.
+                    places = BatchPlaces(self._keys, batch.sources, batch.shards, batch.rows)
+                    object.__setattr__(finished, "places", places)
                 timer.num_samples = len(batch.positions)
                 self._num_decoding -= timer.num_samples > 0  # `_fill` did not count empty batches
                 self._fill(self._prefetch)  # decoders work on these batches while the caller trains
@@ -468,52 +497,3 @@ class Loader(ABC, Generic[B]):
         if decoder is not None:
             decoder.close()
         self._batches.close()
-
-
-def choose_order(
-    order: OrderConfig | None,
-    *,
-    seed: int | None,
-    shuffle: Shuffle | Literal["auto"],
-    training: bool,
-    derive: Callable[[int], OrderConfig],
-) -> OrderConfig:
-    """Return the parameters of a loader's access order; for the arguments see `Loader`.
-
-    `derive` returns the windowed order for a seed. It is called for `shuffle="windowed"` without `order`.
-
-    Raises:
-        ConfigError: `order` is given together with `seed` or `shuffle`; a value is out of range.
-    """
-    if order is not None:
-        if seed is not None or shuffle != "auto":
-            raise ConfigError(
-                f"seed={seed} and shuffle={shuffle!r} are given together with order={order}, which has both; give "
-                "them in the OrderConfig only"
-            )
-        return order
-    if shuffle == "windowed":
-        return derive(OrderConfig(seed=seed or 0).seed)  # `OrderConfig` checks the seed before the slow `derive`
-    chosen = ("global" if training else None) if shuffle == "auto" else shuffle
-    return OrderConfig(seed=seed or 0, shuffle=chosen)
-
-
-def check_num_steps(samples: Split | Mixture, *, batch_size: int, world_size: int, tail: Tail) -> None:
-    """Raise ConfigError if there are fewer samples than ranks, or an epoch has no step."""
-    if len(samples) < world_size:
-        raise ConfigError(f"{samples!r} has fewer samples than there are ranks: {world_size}; use fewer ranks")
-    if not count_steps(0, len(samples), batch_size * world_size, tail):
-        raise ConfigError(
-            f"{samples!r} gives no full batch of {batch_size} x {count_text(world_size, 'rank')} with "
-            "tail='drop'; use smaller "
-            "batches, or tail='pad'"
-        )
-
-
-def check_sizes(**sizes: int | None) -> None:
-    """Raise ConfigError, with the argument's name, if a number is below 1 or no integer; None is allowed."""
-    for name, value in sizes.items():
-        if value is not None and not isinstance(value, Integral):
-            raise ConfigError(f"{name} is {value!r}; expected an integer")
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; expected at least 1")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 
@@ -12,7 +13,9 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.ledger.masked import NOTHING_MASKED, Masked
 from datasvc.mix_order import MixOrder, own_order
+from datasvc.mix_schedule import MixStage
 from datasvc.order import OrderConfig
 from datasvc.printable import count_text
 from datasvc.shards import DatasetVersion, Split
@@ -20,6 +23,24 @@ from datasvc.shards.format.schema import LABEL
 from datasvc.shards.versions.labels import check_unicode_forms
 
 _DEFAULT_BLOCK: Final = 4096
+
+
+@dataclass(frozen=True)
+class MixtureStage:
+    """Weights of a mixture from some sample on.
+
+    Attributes:
+        start_samples: number of samples of the mixture, over all epochs, after which the weights hold. Rounded up to
+            whole blocks.
+        weights: weights by part of the mixture; a part that is left out has the weight 0.
+        ramp: False: the weights change at `start_samples`. True: they change linearly, from block to block, from the
+            start of the stage before until `start_samples`. A part whose weight is 0 at one end of a ramp is served
+            with one sample in a block there.
+    """
+
+    start_samples: int
+    weights: Mapping[Split | Mixture, float | Fraction]
+    ramp: bool = False
 
 
 class Mixture:
@@ -34,45 +55,67 @@ class Mixture:
     continues the pass. With `tail="drop"`, the samples that a loader drops at the end of an epoch are missing in the
     pass. To drop none, let `epoch_samples` be a multiple of the global batch.
 
+    With `stages`, the weights change during the run. Each split continues its pass over a change, so that no sample
+    is lost or repeated. A run that is resumed may have other stages ahead; see `Loader.load_state_dict`.
+
     Args:
         parts: splits and their weights, as pairs or a mapping. Only ratios matter: 7, 2, 1 equals 0.7, 0.2, 0.1. A
             float counts as the decimal number that is written: 0.1 is exactly 1/10. A weight of 0 leaves a split out.
-        epoch_samples: samples of an epoch; default: the number of samples in all splits with a weight above 0.
+            A part may be a mixture without stages: its weight is multiplied by those of its splits. Its own
+            `epoch_samples` and `block` are not used.
+        epoch_samples: samples of an epoch; default: the number of samples in all splits that `parts` gives a weight
+            above 0.
         block: number of positions that are mixed together. If it equals the global batch and `epoch_samples` is a
             multiple of it, the fractions are exact in every global batch.
+        stages: later weights, in the order of their starts.
+
+    Attributes:
+        splits: all splits, in the order of `parts`.
+        weights: weight of each split at the start, as the smallest integers.
+        stages: the later weights, by block.
 
     Raises:
         ConfigError: there are no splits; a split occurs twice; a weight is negative or not finite, or gives less than
-            one sample per block; a split with a weight has no samples; `epoch_samples` or `block` is below 1.
+            one sample per block; a split with a weight has no samples; `epoch_samples` or `block` is below 1; a stage
+            names a part that the mixture does not have, or does not start in a later block than the stage before.
     """
 
     def __init__(
         self,
-        parts: Mapping[Split, float | Fraction] | Iterable[tuple[Split, float | Fraction]],
+        parts: Mapping[Split | Mixture, float | Fraction] | Iterable[tuple[Split | Mixture, float | Fraction]],
         *,
         epoch_samples: int | None = None,
         block: int = _DEFAULT_BLOCK,
+        stages: Sequence[MixtureStage] = (),
     ) -> None:
         pairs = list(parts.items() if isinstance(parts, Mapping) else parts)
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ConfigError(f"a part of a mixture is {pair!r}; expected a split and its weight, as a pair")
-            check_samples(pair[0], or_mixture=False)
-        self.splits: tuple[Split, ...] = tuple(split for split, _ in pairs)
-        self.weights: tuple[int, ...] = _as_integers([_parse_weight(weight, split) for split, weight in pairs])
+            check_samples(pair[0])
+            if isinstance(pair[0], Mixture) and pair[0].stages:
+                raise ConfigError(f"a part of a mixture is {pair[0]!r}; give the stages to the outer mixture")
+        self.splits: tuple[Split, ...] = tuple(split for part, _ in pairs for split in splits_of(part))
+        self.weights: tuple[int, ...] = _multiply_weights(pairs)
         self.block = block
+        if block < 1:
+            raise ConfigError(f"block is {block}; expected at least 1")
+        self.stages: tuple[MixStage, ...] = tuple(self._place_stages([part for part, _ in pairs], stages))
         self._check()
         default_samples = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
         self.epoch_samples = default_samples if epoch_samples is None else epoch_samples
         if self.epoch_samples < 1:
             raise ConfigError(f"epoch_samples is {epoch_samples}; expected at least 1")
+        if self.stages:
+            self.order(0)  # checks the weights of ramps
 
     def __len__(self) -> int:
         return self.epoch_samples
 
     def __repr__(self) -> str:
         parts = [f"{weight} {name_of(split)}" for split, weight in zip(self.splits, self.weights, strict=True)]
-        return f"Mixture({' : '.join(parts)}, {count_text(len(self), 'sample')})"
+        stages = f", {count_text(len(self.stages), 'later stage')}" if self.stages else ""
+        return f"Mixture({' : '.join(parts)}, {count_text(len(self), 'sample')}{stages})"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,9 +126,12 @@ class Mixture:
     def classes(self) -> tuple[str, ...]:
         """Class names of the mixture's labels: the names of all splits, each once, in the order of label values.
 
-        Loaders map each split's labels to the indices of these names. Empty if the splits have no class names.
+        Loaders map each split's labels to the indices of these names. Empty if the splits have no class names. The
+        splits of later stages come last, so that a change of the stages ahead changes no label of earlier ones.
         """
-        return tuple(dict.fromkeys(name for split in weighted_splits(self) for name in split.classes))
+        by_stage = (weights for _, weights, _ in (MixStage(0, self.weights), *self.stages))
+        order = dict.fromkeys(number for weights in by_stage for number, weight in enumerate(weights) if weight)
+        return tuple(dict.fromkeys(name for number in order for name in self.splits[number].classes))
 
     def order(self, seed: int) -> MixOrder:
         """Return the order that assigns positions to splits, for a loader's seed."""
@@ -95,24 +141,50 @@ class Mixture:
             epoch_samples=self.epoch_samples,
             block=self.block,
             seed=seed,
+            stages=self.stages,
         )
 
     def describe(self) -> dict[str, Any]:
         """Return the mixture as JSON values; equal values mean equal samples at equal positions."""
-        return {
-            "splits": [{"name": name_of(split), "version": split.digest} for split in self.splits],
+        description: dict[str, Any] = {
+            "splits": [{"name": f"{split.dataset}/{split.name}", "version": split.digest} for split in self.splits],
             "weights": list(self.weights),
             "epoch_samples": self.epoch_samples,
             "block": self.block,
         }
+        if self.stages:
+            description["stages"] = [
+                {"start": stage.first * self.block, "weights": list(stage.weights), "ramp": stage.is_ramp}
+                for stage in self.stages
+            ]
+        return description
+
+    def _place_stages(self, parts: Sequence[Split | Mixture], stages: Sequence[MixtureStage]) -> Iterator[MixStage]:
+        """Yield the stages with their first blocks, and the weights of all splits."""
+        first = 0
+        for stage in stages:
+            unknown = [part for part in stage.weights if part not in parts]
+            if unknown:
+                raise ConfigError(
+                    f"the stage from sample {stage.start_samples} gives a weight to {unknown[0]!r}, which is no part "
+                    "of the mixture; add it to the parts, with the weight 0"
+                )
+            # Round up, so that no sample before `start_samples` has the new weights.
+            number = -(-stage.start_samples // self.block)
+            if number <= first:
+                raise ConfigError(
+                    f"the stage from sample {stage.start_samples} starts in block {number}, expected a block after "
+                    f"{first}, in which the weights before it start; give stages in the order of their starts, at "
+                    f"least a block of {self.block} apart"
+                )
+            first = number
+            yield MixStage(
+                number, _multiply_weights([(part, stage.weights.get(part, 0)) for part in parts]), stage.ramp
+            )
 
     def _check(self) -> None:
-        if not any(self.weights):
-            raise ConfigError("a mixture needs at least one split with a weight above 0")
-        if self.block < 1:
-            raise ConfigError(f"block is {self.block}; expected at least 1")
         names: dict[str, str] = {}
-        for split, weight in zip(self.splits, self.weights, strict=True):
+        for number, split in enumerate(self.splits):
             name = name_of(split)
             if split.digest in names:
                 raise ConfigError(
@@ -120,14 +192,15 @@ class Mixture:
                     "weights"
                 )
             names[split.digest] = name
-            if weight and not len(split):
+            if split in weighted_splits(self) and not len(split):
                 raise ConfigError(f"{name} has a weight and no samples; leave it out, or give it the weight 0")
-            if weight and weight * self.block < sum(self.weights):
-                min_block = -(-sum(self.weights) // weight)  # rounded up
-                raise ConfigError(
-                    f"the weight of {name} gives less than one sample in a block of {self.block}; give a block of at "
-                    f"least {min_block}, or the weight 0"
-                )
+            for weights in (self.weights, *(stage.weights for stage in self.stages)):
+                if 0 < weights[number] * self.block < sum(weights):
+                    min_block = -(-sum(weights) // weights[number])  # rounded up
+                    raise ConfigError(
+                        f"the weight of {name} gives less than one sample in a block of {self.block}; give a block "
+                        f"of at least {min_block}, or the weight 0"
+                    )
 
 
 def check_samples(samples: object, *, or_mixture: bool = True) -> None:
@@ -158,11 +231,25 @@ def splits_of(samples: Split | Mixture) -> tuple[Split, ...]:
     return samples.splits if isinstance(samples, Mixture) else (samples,)
 
 
+def purged_samples(samples: Split | Mixture) -> Masked:
+    """Return the masks of all samples that were purged when the splits were opened.
+
+    A loader has them in its state, so that `trained-on` does not count what it serves of them.
+    """
+    masked = NOTHING_MASKED
+    for split in splits_of(samples):
+        if redacted := split.table.redacted:
+            numbers = [number for number, info in enumerate(split.table.shards()) if info.digest in redacted]
+            masked |= Masked.rows(split.digest, {each: split.table.redacted_rows(each) for each in numbers})
+    return masked
+
+
 def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
-    """Return the splits with a weight above 0."""
+    """Return the splits with a weight above 0, at the start or in a later stage."""
     if not isinstance(samples, Mixture):
         return (samples,)
-    return tuple(split for split, weight in zip(samples.splits, samples.weights, strict=True) if weight)
+    most = map(max, zip(samples.weights, *(stage.weights for stage in samples.stages), strict=True))
+    return tuple(split for split, weight in zip(samples.splits, most, strict=True) if weight)
 
 
 def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
@@ -176,13 +263,20 @@ def clock_steps(samples: Split | Mixture) -> list[int | None]:
     """Return, for each split, the mean bytes that a mixture reads per sample of this split.
 
     This includes the bytes of other splits that are read between two samples of this one. They count because the
-    cache compares the next uses of the shards of all splits. None: no mixture, or a weight of 0.
+    cache compares the next uses of the shards of all splits. With stages, it is the smallest mean of all stages, so
+    that the cache plans each split as in the stage that reads it most often. None: no mixture, or a weight of 0.
     """
     if not isinstance(samples, Mixture):
         return [None]
     sizes = [split.table.size_bytes / max(1, len(split)) for split in samples.splits]
-    total = sum(size * weight for size, weight in zip(sizes, samples.weights, strict=True))
-    return [max(1, round(total / weight)) if weight else None for weight in samples.weights]
+    steps: list[int | None] = [None] * len(sizes)
+    for weights in (samples.weights, *(stage.weights for stage in samples.stages)):
+        total = sum(size * weight for size, weight in zip(sizes, weights, strict=True))
+        for number, weight in enumerate(weights):
+            if weight:
+                step = max(1, round(total / weight))
+                steps[number] = min(step, steps[number] or step)
+    return steps
 
 
 def label_maps(samples: Split | Mixture) -> list[Integers | None]:
@@ -212,8 +306,8 @@ def most_of(samples: Split | Mixture, run: int) -> list[int]:
 
 
 def name_of(split: Split) -> str:
-    """Return the name of a split for messages, such as "digits@1/train"."""
-    return f"{split.dataset}/{split.name}"
+    """Return the name of a split for messages, such as "digits@1/train"; of a view, with what it selects."""
+    return split.title
 
 
 def columns_of(samples: Split | Mixture) -> list[str]:
@@ -263,7 +357,19 @@ def largest(samples: Split | Mixture, statistic: str) -> int:
     return max(split.table.largest(statistic) for split in weighted_splits(samples))
 
 
-def _parse_weight(weight: float | Fraction, split: Split) -> Fraction:
+def _multiply_weights(pairs: Sequence[tuple[Split | Mixture, float | Fraction]]) -> tuple[int, ...]:
+    """Return the weight of each split, as the smallest integers: that of its part times that within the part."""
+    weights: list[Fraction] = []
+    for part, given in pairs:
+        weight = _parse_weight(given, part)
+        inner = part.weights if isinstance(part, Mixture) else (1,)
+        weights += (weight * Fraction(each, sum(inner)) for each in inner)
+    if not any(weights):
+        raise ConfigError("a mixture, and each of its stages, needs at least one split with a weight above 0")
+    return _as_integers(weights)
+
+
+def _parse_weight(weight: float | Fraction, part: Split | Mixture) -> Fraction:
     """Return a weight as a fraction. A float counts as the shortest decimal number that represents it."""
     try:
         number = weight if isinstance(weight, int | Fraction) else float(weight)
@@ -272,12 +378,13 @@ def _parse_weight(weight: float | Fraction, split: Split) -> Fraction:
             return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
     except (TypeError, ValueError, OverflowError):
         pass  # not a number: raise the same error as for a negative or infinite number
-    raise ConfigError(f"the weight of {name_of(split)} is {weight!r}; expected a finite number, at least 0")
+    name = repr(part) if isinstance(part, Mixture) else name_of(part)
+    raise ConfigError(f"the weight of {name} is {weight!r}; expected a finite number, at least 0")
 
 
 def _as_integers(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Return the smallest integers that have the same ratios as the weights."""
     denominator = math.lcm(*(weight.denominator for weight in weights))
     scaled = [int(weight * denominator) for weight in weights]
-    divisor = math.gcd(*scaled) or 1  # 0 if all weights are 0, or there are none; `_check` refuses both
+    divisor = math.gcd(*scaled)
     return tuple(weight // divisor for weight in scaled)

@@ -15,13 +15,15 @@ import numpy as np
 from datasvc.keyed_random import Integers
 from datasvc.order import NEVER, AccessOrder
 from datasvc.shards import Shard, ShardRequest, ShardStore, Split
-from datasvc.shards.versions.dataset import open_listed_shard
+from datasvc.shards.format.overlaid_shard import overlaid
+from datasvc.shards.format.shard_stores import open_listed_shard
 
 
 class OpenShards:
     """Open shards and their reference counts. The last `drop` of a shard releases it to the store."""
 
     def __init__(self, split: Split, store: ShardStore) -> None:
+        self._objects = store.objects(split.table)
         self._table = split.table
         self._store = store
         self._num_references: Counter[int] = Counter()
@@ -53,7 +55,7 @@ class OpenShards:
     def get(self, shard: int) -> Shard:
         """Return the complete shard; wait until it is available. For errors see `open_listed_shard`."""
         if shard not in self._open:
-            self._open[shard] = open_listed_shard(self._store, self._table, shard)
+            self._open[shard] = open_listed_shard(self._store, self._objects, self._table, shard)
             for observer in self._observers:
                 observer.opened(shard)
         return self._open[shard]
@@ -72,8 +74,8 @@ class OpenShards:
         incomplete: dict[int, Shard] = {}
         for shard, request in requests.items():
             if request.info.digest in opened_early:
-                incomplete[shard] = opened_early[request.info.digest]
-                self._table.check_shard(shard, incomplete[shard])
+                opened = opened_early[request.info.digest]
+                incomplete[shard] = overlaid(self._objects, self._table, shard, opened)
         return {shard: incomplete[shard] if shard in incomplete else self.get(shard) for shard in rows_by_shard}
 
     def close(self) -> None:

@@ -74,7 +74,6 @@ class SplitReader:
         self._labels = labels
         for column in columns if blob is None else (blob, *columns):
             check_column(split, column)
-        self._counts = split.table.samples_per_shard
         self._shards = OpenShards(split, store)
         self._orders: dict[int, AccessOrder] = {}
         self._epoch_uses: dict[int, OrderedUses | WholeEpochUses] = {}  # references of `reference_range`, by epoch
@@ -193,7 +192,7 @@ class SplitReader:
 
     def _order(self, epoch: int) -> AccessOrder:
         if epoch not in self._orders:
-            self._orders[epoch] = AccessOrder(self._counts, self._config, epoch)
+            self._orders[epoch] = self.split.access_order(self._config, epoch)
         return self._orders[epoch]
 
     def _reference(self, epoch: int, start: int, stop: int | None) -> None:

@@ -9,30 +9,36 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, StateMismatchError
+from datasvc.ledger.masked import MASKED
 from datasvc.loaders.core.mixture import Mixture, name_of
 from datasvc.loaders.core.split_reader import Cursor
+from datasvc.mix_schedule import past_of
 from datasvc.order import OrderConfig, OrderState
 from datasvc.shards import Split
 from datasvc.shards.versions.version_entry import name_table
 
-MIXTURE_STATE_FORMAT: Final = 1
+MIXTURE_STATE_FORMAT: Final = 2
+"""Of a mixture with stages; that of a mixture without is 1."""
 DECODE: Final = "decode"
 """Field of the decoding backend in the state of an image loader; older states do not have it."""
 EVALUATION: Final = "evaluation"
 """Field of `AugmentConfig.evaluation` in the state of an image loader that evaluates; older states do not have it."""
 _FORMAT_FIELD: Final = "mixture_format"
 _CURSOR_FIELDS: Final = ("epoch", "position")
+_STAGES: Final = "mixture.stages"
+_CHANGING: Final = frozenset({_FORMAT_FIELD, "mixture.splits", "mixture.weights", _STAGES})
 
 
 def save_state(samples: Split | Mixture, order: OrderConfig, cursor: Cursor) -> dict[str, Any]:
     """Return the state of a loader that reads `samples` in `order` and is at `cursor`."""
     if isinstance(samples, Mixture):
-        progress = {_FORMAT_FIELD: MIXTURE_STATE_FORMAT, "epoch": cursor.epoch, "position": cursor.position}
+        state_format = MIXTURE_STATE_FORMAT if samples.stages else 1
+        progress = {_FORMAT_FIELD: state_format, "epoch": cursor.epoch, "position": cursor.position}
         return progress | {"mixture": samples.describe()} | dataclasses.asdict(order)
     return OrderState(samples.digest, cursor.epoch, cursor.position, order).to_dict()
 
@@ -42,10 +48,11 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
 
     Raises:
         ConfigError: `state` is no loader state, or has a later format.
-        StateMismatchError: the state belongs to other samples, weights or another order; the message has both.
+        StateMismatchError: the state belongs to other samples, weights or another order; the message has both. The
+            weights after the position of the state, and splits that are served only there, may differ.
     """
-    # A state with other settings of images is accepted: `ImageLoader` uses them, or logs a warning.
-    state = {name: value for name, value in state.items() if name not in {DECODE, EVALUATION}}
+    # A state with other settings of images or other masks is accepted: the loader uses them, or logs a warning.
+    state = {name: value for name, value in state.items() if name not in {DECODE, EVALUATION, MASKED}}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)
     if _FORMAT_FIELD in state:
@@ -56,6 +63,16 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
     order_state = OrderState.from_dict(state)
     order_state.check_matches(samples.digest, order, len(samples), name_table=partial(name_split_table, samples))
     return Cursor(order_state.epoch, order_state.position)
+
+
+def changed_fields(settings: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults, as JSON values."""
+    fields = {field.name: (getattr(settings, field.name), field.default) for field in dataclasses.fields(settings)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, (value, default) in fields.items()
+        if value != default
+    }
 
 
 def name_split_table(split: Split, digest: str) -> str:
@@ -74,13 +91,13 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
             f"the state belongs to one split, {name_split_table(samples.splits[0], single.version)}, this loader "
             f"reads {samples!r}; give the loader that split"
         )
-    if state[_FORMAT_FIELD] != MIXTURE_STATE_FORMAT:
+    if state[_FORMAT_FIELD] not in (1, MIXTURE_STATE_FORMAT):
         raise ConfigError(
-            f"this state of a mixture has format {state[_FORMAT_FIELD]}; this datasvc reads format "
+            f"this state of a mixture has format {state[_FORMAT_FIELD]}; this datasvc reads the formats 1 and "
             f"{MIXTURE_STATE_FORMAT}: upgrade datasvc"
         )
     is_complete = state.keys() == expected.keys() and all(_is_count(state[name]) for name in _CURSOR_FIELDS)
-    if not is_complete or _fields(state).keys() != _fields(expected).keys():
+    if not is_complete or (_fields(state).keys() ^ _fields(expected).keys()) - {_STAGES}:
         raise ConfigError(
             f"this is no state of a mixture: expected the fields {sorted(_fields(expected))}, with integers of at "
             f"least 0 for epoch and position; found {dict(state)}"
@@ -95,8 +112,10 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
 
 
 def _check_same(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError if the states differ in more than the cursor and the names of the splits."""
-    if _versions(state) != _versions(expected):
+    """Raise StateMismatchError if the states differ in more than the cursor, names of splits, and what is ahead."""
+    saved, present = _fields(state), _fields(expected)
+    has_stages = _STAGES in saved or _STAGES in present
+    if _versions(state) != _versions(expected) and not has_stages:
         # With equal names, show the shard tables: two repositories may have different versions of one name.
         with_tables = _describe(state) == _describe(expected)
         in_state, here = (_describe(each, with_tables=with_tables) for each in (state, expected))
@@ -104,17 +123,60 @@ def _check_same(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             f"the state belongs to a mixture of {in_state}, this loader reads one of {here}; "
             "mix the versions that the state was saved with, in their order"
         )
-    saved, present = _fields(state), _fields(expected)
+    changing = _CHANGING if has_stages else {"mixture.splits"}
     differing = [
-        name for name in present if name not in (*_CURSOR_FIELDS, "mixture.splits") and saved[name] != present[name]
+        name for name in present if name not in (*_CURSOR_FIELDS, *changing) and saved[name] != present[name]
     ]
     if differing:
         in_state = ", ".join(f"{name}={saved[name]!r}" for name in differing)
         here = ", ".join(f"{name}={present[name]!r}" for name in differing)
+        later = (
+            " To change the weights from here on, give Mixture stages." if differing == ["mixture.weights"] else ""
+        )
         raise StateMismatchError(
             f"the state of a mixture of {_describe(state)} was saved with {in_state}, this loader has {here}; give "
-            "the mixture and the loader the arguments that the state was saved with"
+            f"the mixture and the loader the arguments that the state was saved with.{later}"
         )
+    if has_stages:
+        _check_past(state, expected["mixture"])
+
+
+def _check_past(state: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError if the blocks up to the position of a state differ in a mixture; see `_check_same`."""
+    saved, block = state["mixture"], present["block"]
+    line = state["epoch"] * present["epoch_samples"] + state["position"]
+    num_blocks = max(1, -(-line // block))  # a block that has begun is past: its samples are assigned already
+    try:
+        before, here = (past_of(mixture, num_blocks) for mixture in (saved, present))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"this is no state of a mixture: its stages are not valid: {error!r}") from error
+    if before == here:
+        return
+    names = {split["version"]: split["name"] for mixture in (present, saved) for split in mixture["splits"]}
+    index = next(
+        (index for index, pair in enumerate(zip(before, here, strict=False)) if pair[0] != pair[1]),
+        min(len(before), len(here)),
+    )
+    in_state, given = (_describe_piece(past[index : index + 1], block, names) for past in (before, here))
+    first, ramp, _ = before[-1]
+    free = max(num_blocks, first + (ramp or 0)) * block  # a ramp that has begun is finished
+    raise StateMismatchError(
+        f"the state is at sample {line:,} of the mixture, and was saved with {in_state}; this mixture has {given}. "
+        f"The first {free:,} samples cannot be changed: give the weights that the state was saved with, and stages "
+        f"that differ only after {free:,} samples"
+    )
+
+
+def _describe_piece(pieces: Sequence[tuple[Any, ...]], block: int, names: Mapping[str, str]) -> str:
+    """Return the weights of the first of `pieces` in words."""
+    if not pieces:
+        return "no further stage"
+    ((first, ramp, weights),) = pieces
+    ends = [
+        ", ".join(f"{names[digest]} {ends[number]}" for digest, *ends in weights if ends[number]) for number in (0, 1)
+    ]
+    text = f"the weights {ends[0]} from sample {first * block:,} on"
+    return text if ramp is None else f"{text}, and a ramp to {ends[1]} at sample {(first + ramp) * block:,}"
 
 
 def _fields(state: Mapping[str, Any]) -> dict[str, Any]:

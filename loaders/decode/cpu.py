@@ -22,7 +22,7 @@ from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.edits import Edit
 from datasvc.loaders.core.pinned import BufferRing, empty_pinned
 from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Framework, Read
-from datasvc.loaders.decode.crop import import_codec
+from datasvc.loaders.decode.pixels import import_codec
 from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage

@@ -14,8 +14,7 @@ from PIL import Image
 
 from datasvc.errors import BadSampleError
 from datasvc.loaders.decode.backend import Backend, Framework
-from datasvc.loaders.decode.crop import CropDecoder
-from datasvc.loaders.decode.pixels import PixelFormat, Pixels, PixelWriter, copy_pixels
+from datasvc.loaders.decode.pixels import CropDecoder, PixelFormat, Pixels, PixelWriter, copy_pixels
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
 from datasvc.shards.images.header import open_image, to_rgb
 

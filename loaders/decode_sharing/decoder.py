@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from datasvc.errors import LagError
-from datasvc.loaders.core.batches import Cursor, SampleBatch
-from datasvc.loaders.core.loader import BatchDecoder
+from datasvc.loaders.core.batches import BatchDecoder, Cursor, SampleBatch
 from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep
 from datasvc.loaders.decode_sharing.settings import DecodeGroup
 from datasvc.loaders.profiling.step_profiler import StepProfiler

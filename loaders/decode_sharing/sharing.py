@@ -13,7 +13,8 @@ from types import FunctionType
 from typing import Any, Final, Generic, TypeVar
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.loader import BatchDecoder, Loader
+from datasvc.loaders.core.batches import BatchDecoder
+from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.decode_sharing.decoder import Pace, SharedDecoder, SharingCounts
 from datasvc.loaders.decode_sharing.group_folder import GroupFolder
 from datasvc.loaders.decode_sharing.settings import DecodeGroup

@@ -1,6 +1,6 @@
 """The `BatchDecoder` of `ImageLoader`: plans crops, decodes with a backend, and masks or reports bad samples.
 
-A bad sample is one whose image does not decode.
+A bad sample is one whose image does not decode. The argument `columns` of `ImageLoader` adds columns to a batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.keyed_random import Integers
@@ -26,14 +27,16 @@ from datasvc.loaders.augment.augment import (
 from datasvc.loaders.augment.edits import Edit, plan_edit
 from datasvc.loaders.core.batch import Batch, register_tree
 from datasvc.loaders.core.batches import SampleBatch
-from datasvc.loaders.core.other_columns import read_lists
+from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
+from datasvc.loaders.core.sample_keys import BatchPlaces
 from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
 from datasvc.loaders.decode.gpu.device_stream import place
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.printable import count_text
-from datasvc.shards import Shard
+from datasvc.shards import Shard, Split
 from datasvc.shards.format.mapped_file import Bytes
+from datasvc.shards.format.reader import python_value, text_errors
 from datasvc.shards.format.schema import HEIGHT, LABEL, WIDTH
 from datasvc.shown import Shown
 
@@ -94,8 +97,10 @@ class ImageDecoder:
 
     def feed(self, batch: SampleBatch) -> None:
         """See `BatchDecoder`."""
-        read = partial(_read, batch.blobs, batch.sample_shards)
-        self._backend.feed(batch.blobs, self._plan.windows(batch), self._plan.edit(batch), read)
+        # Do not decode masked samples: their images are zeros, so that nothing of them reaches batch statistics.
+        kept = batch.without_masked()
+        read = partial(_read, kept.blobs, kept.sample_shards)
+        self._backend.feed(kept.blobs, self._plan.windows(kept), self._plan.edit(kept), read)
         self._in_progress.append(batch)
 
     def take(self) -> ImageBatch[Any]:
@@ -103,6 +108,8 @@ class ImageDecoder:
         with self._profiler.waiting(Stage.DECODE):
             decoded = self._backend.take()
         batch = self._in_progress.popleft()
+        if batch.masked is not None:
+            decoded = _with_zeros(decoded, np.flatnonzero(~batch.masked), len(batch.positions))
         bad = {
             index: f"{self._describe(batch, index)}: {reason}"
             for index, reason in sorted(decoded.bad.items())
@@ -127,7 +134,7 @@ class ImageDecoder:
         """Return the batch for the caller; samples in `bad` (index -> reason) are masked."""
         mask = batch.mask
         if bad:
-            # Change a copy: the ledger still needs `batch.mask`, in which only padding is False.
+            # Change a copy: the ledger still needs `batch.mask`, in which bad samples are True.
             mask = mask.copy()
             mask[list(bad)] = False
         stored = batch.columns.get(LABEL)
@@ -154,6 +161,19 @@ class ImageDecoder:
         import torch
 
         return torch.from_numpy(values) if self._device is None else place(values, self._device)
+
+
+def _with_zeros(decoded: DecodedImages, kept: Integers, size: int) -> DecodedImages:
+    """Return the images of a batch of `size` samples: those at the indices `kept` are decoded, the others zeros."""
+    bad = {int(kept[index]): reason for index, reason in decoded.bad.items()}
+    shape = (size, *decoded.images.shape[1:])
+    if isinstance(decoded.images, np.ndarray):
+        zeros: Any = np.zeros(shape, decoded.images.dtype)
+        zeros[kept] = decoded.images
+        return DecodedImages(zeros, bad)
+    zeros = decoded.images.new_zeros(shape)
+    zeros[place(kept, str(zeros.device)) if zeros.is_cuda else kept] = decoded.images
+    return DecodedImages(zeros, bad)
 
 
 def _read(blobs: Sequence[Bytes], shards: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
@@ -254,9 +274,10 @@ class ImageBatch(Shown, Batch[A]):
 
     Attributes:
         images: `[n, 3, size, size]` or `[n, size, size, 3]`, of the loader's output type; zeros for samples that do
-            not decode. The loader does not reuse the memory while a reference to it exists.
+            not decode and for masked ones. The loader does not reuse the memory while a reference to it exists.
         labels: `int64[n]`; None if the data set has no labels.
-        mask: `bool[n]`, False for padding of the last batch and for samples that do not decode.
+        mask: `bool[n]`, False for padding of the last batch, for samples that do not decode, and for masked ones,
+            see `Masked`.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch; always a NumPy array.
         columns: the columns of the loader's argument `columns`, by name: `[n]` for numbers and booleans, otherwise a
@@ -265,6 +286,7 @@ class ImageBatch(Shown, Batch[A]):
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.
         display: how a notebook shows the batch; set by the loader.
+        places: where the samples are stored, for `keys`; set by the loader.
     """
 
     images: A
@@ -276,7 +298,56 @@ class ImageBatch(Shown, Batch[A]):
     bad: Mapping[int, str] = field(default_factory=dict)
     sources: A | None = None
     display: BatchDisplay | None = field(default=None, repr=False, compare=False)
+    places: BatchPlaces | None = field(default=None, repr=False, compare=False)
 
     @property
     def _pair(self) -> tuple[A, A | None]:
         return self.images, self.labels
+
+
+# Numbers and booleans are delivered as arrays, everything else as lists of Python values.
+
+
+def is_array_column(data_type: pa.DataType) -> bool:
+    """Return whether a column of this type is delivered as an array or tensor."""
+    return any(is_kind(data_type) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+
+
+def divide_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the columns that are delivered as arrays, and those that are delivered as lists.
+
+    Raises:
+        ConfigError: a split lacks a column; or a column has numbers or booleans in one split of a mixture, and
+            another type in another split.
+    """
+    arrays = []
+    for name in dict.fromkeys(columns):
+        check_column(samples, name)
+        types = {split.table.sample_schema.field(name).type for split in weighted_splits(samples)}
+        if any(map(is_array_column, types)):
+            if len(types) > 1:
+                raise ConfigError(
+                    f"column {name!r} of {samples!r} has several types, {sorted(map(str, types))}; ingest the splits "
+                    "with one type, or leave the column out"
+                )
+            arrays.append(name)
+    return arrays, [name for name in columns if name not in arrays]
+
+
+def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """Return columns of a batch as lists of Python values.
+
+    A value is None if it is null, or if its shard lacks the column, which other shards of the split have.
+
+    Raises:
+        CorruptDataError: a text is not UTF-8.
+    """
+    lists: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
+    for part in batch.parts:
+        for name, values in lists.items():
+            if name in part.shard.schema.names:
+                stored = part.shard.column(name)
+                with text_errors(part.shard.name):
+                    for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
+                        values[index] = python_value(stored[row])
+    return lists

@@ -14,13 +14,14 @@ import numpy.typing as npt
 from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.errors import ConfigError
+from datasvc.ledger.masked import Masked
 from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
-from datasvc.loaders.core.batches import SampleBatches
-from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
+from datasvc.loaders.core.arguments import check_sizes
+from datasvc.loaders.core.batches import BatchDecoder, SampleBatches
+from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture, check_column, check_samples, holds_labels, largest
-from datasvc.loaders.core.other_columns import divide_columns
 from datasvc.loaders.core.pinned import warn_without_gpu
-from datasvc.loaders.core.state import DECODE, EVALUATION
+from datasvc.loaders.core.state import DECODE, EVALUATION, changed_fields
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
 from datasvc.loaders.decode.choice.choice import DecodeChoice, count_rank_processors, parse_backend
 from datasvc.loaders.decode.choice.choose import find_missing, make_backend, plan_candidates
@@ -28,7 +29,7 @@ from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
-from datasvc.loaders.images.image_decoder import BatchDisplay, ImageBatch, ImageDecoder, ImagePlan
+from datasvc.loaders.images.image_decoder import BatchDisplay, ImageBatch, ImageDecoder, ImagePlan, divide_columns
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail
@@ -55,8 +56,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
 
     Args:
         split: a split of a data-set version that has images, or a mixture of several splits.
-        batch_size, training, cache, seed, shuffle, order, ranks, tail, ledger: see `Loader`. `training=True` also
-            draws random windows (crops) and flips; False crops the centre, see `AugmentConfig.evaluation`.
+        batch_size, training, cache, seed, shuffle, order, ranks, tail, ledger, masked: see `Loader`. `training=True`
+            also draws random windows (crops) and flips; False crops the centre, see `AugmentConfig.evaluation`.
         size: side of the output in pixels.
         pixels: format of the output, or its dtype alone, such as "uint8"; default: float32, normalised, NCHW.
         augment: windows, flips and colours of the images, and a transform of your own.
@@ -98,6 +99,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         decode: DecodeConfig | Decode = "auto",
         ledger: Path | str | None = None,
         decode_group: DecodeGroup | str | None = None,
+        masked: Masked | None = None,
     ) -> None:
         check_samples(split)
         check_sizes(size=size)
@@ -122,57 +124,66 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             tail=tail,
             prefetch=decode.prefetch,
             ledger=ledger,
+            masked=masked,
         )
         self._plan = ImagePlan(training, size, self.order.seed, augment)
-        self._config = BackendConfig(
-            batch_size=batch_size,
-            size=size,
-            pixels=pixels,
-            num_threads=decode.num_threads or count_rank_processors(),
-            prefetch=max(1, decode.prefetch),  # without prefetch, one batch is in progress during the call
-            device_id=_device_id(str(device)),
-            max_width=largest(split, "max_width"),
-            max_height=largest(split, "max_height"),
-            changes_colours=self._plan.changes_colours,
-            has_boxes=self._plan.has_boxes,
-        )
+        self._config = self._configure_backend(pixels, decode, _device_id(str(device)))
+        self._choice = self._plan_choice(decode.backend)
         self._on_bad = decode.on_bad
         # The kind of batches that the decoder makes now: their framework, and whether they are in page-locked memory.
         self._framework: Framework = "torch"
         self._is_pinned = False
+        self.num_bad = 0
+        if group is not None and self._config.device_id is not None:
+            raise ConfigError(
+                f"device is '{device}'; a decode group decodes on the CPU only: give device='cpu', or leave out "
+                "decode_group"
+            )
+        self._group = group
+        self._shared_by = {"augment": augment, "columns": tuple(columns), "decode": decode}
+        self.sharing = self._join_group()
+
+    def _configure_backend(self, pixels: PixelFormat, decode: DecodeConfig, device_id: int | None) -> BackendConfig:
+        return BackendConfig(
+            batch_size=self.batch_size,
+            size=self._plan.size,
+            pixels=pixels,
+            num_threads=decode.num_threads or count_rank_processors(),
+            prefetch=max(1, decode.prefetch),  # without prefetch, one batch is in progress during the call
+            device_id=device_id,
+            max_width=largest(self.split, "max_width"),
+            max_height=largest(self.split, "max_height"),
+            changes_colours=self._plan.changes_colours,
+            has_boxes=self._plan.has_boxes,
+        )
+
+    def _plan_choice(self, backend: Decode) -> DecodeChoice:
+        """Return the choice among the backends that can decode here; warn if only the slow one can."""
         missing = find_missing()
         candidates = plan_candidates(
-            decode.backend,
+            backend,
             on_gpu=self._config.device_id is not None,
-            has_transform=augment.transform is not None,
+            has_transform=self._plan.augment.transform is not None,
             missing=missing,
         )
-        self._choice = DecodeChoice(decode.backend, candidates, config=self._config, ranks=self.ranks)
-        if decode.backend == "auto" and candidates[0] == "pillow":
+        if backend == "auto" and candidates[0] == "pillow":
             _LOG.warning("images are decoded by Pillow, about half as fast as decode='cpu': %s", missing["cpu"])
-        self.num_bad = 0
-        # Kept for `_change_order`, which makes a new `Sharing`.
-        self._sharing_arguments: tuple[DecodeGroup, Mapping[str, Any]] | None = None
-        self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
-        if group is not None:
-            if self._config.device_id is not None:
-                raise ConfigError(
-                    f"device is '{device}'; a decode group decodes on the CPU only: give device='cpu', or leave out "
-                    "decode_group"
-                )
-            arguments = {
-                "batch_size": batch_size,
-                "training": training,
-                "size": size,
-                "ranks": self.ranks,
-                "tail": self.tail,
-                "pixels": pixels,
-                "augment": augment,
-                "columns": tuple(columns),
-                "decode": decode,
-            }
-            self._sharing_arguments = group, arguments
-            self.sharing = Sharing(self, group, arguments)
+        return DecodeChoice(backend, candidates, config=self._config, ranks=self.ranks)
+
+    def _join_group(self) -> Sharing[ImageBatch[torch.Tensor]] | None:
+        """Return the membership in the decode group of the jobs with equal batches; None without a group."""
+        if self._group is None:
+            return None
+        arguments = {
+            "batch_size": self.batch_size,
+            "training": self.training,
+            "size": self._config.size,
+            "ranks": self.ranks,
+            "tail": self.tail,
+            "pixels": self._config.pixels,
+            **self._shared_by,
+        }
+        return Sharing(self, self._group, arguments)
 
     def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:
         """Yield the remaining batches of the epoch; see `Loader`."""
@@ -264,6 +275,24 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         """The backend: "cpu", "gpu-window", "gpu-whole" or "pillow". With a GPU it may change at the first batch."""
         return self._choice.backend
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `Loader.settings`; of a transform, only the name."""
+        augment = dataclasses.replace(self._plan.augment, transform=None)
+        settings = {
+            "kind": "images",
+            "size": self._plan.size,
+            "pixels": changed_fields(self._config.pixels),
+            "augment": changed_fields(augment),
+            "columns": [*self._number_columns, *self._list_columns],
+            "decode": self._choice.state,
+        }
+        transform = self._plan.augment.transform
+        if transform is not None:
+            kind = transform if hasattr(transform, "__qualname__") else type(transform)
+            settings["transform"] = f"{kind.__module__}:{kind.__qualname__}"
+        return settings
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `Loader`, with two settings that pixels depend on: the backend and the evaluation."""
         settings = {DECODE: self._choice.state, EVALUATION: self._plan.evaluation}
@@ -293,9 +322,17 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches
     ) -> None:
         super()._change_order(order, cached_stores, batches)
-        if self.sharing is not None and self._sharing_arguments is not None:
+        self._share_again()
+
+    def _change_masks(self, masked: Masked) -> None:
+        super()._change_masks(masked)
+        self._share_again()
+
+    def _share_again(self) -> None:
+        """Join the decode group with the settings of now: jobs with another order or other masks share no batches."""
+        if self.sharing is not None:
             self.sharing.close()
-            self.sharing = Sharing(self, *self._sharing_arguments)  # jobs with another order do not share batches
+            self.sharing = self._join_group()
 
     def _deliver(self, decoded: ImageBatch[Any]) -> ImageBatch[Any]:
         # If the images were decoded to page-locked memory, this copies only the other tensors.

@@ -14,8 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final, Self
 
-from datasvc.loaders.profiling.step_times import Stage, StepTimes, Sums, TimeSpan, Totals
-from datasvc.loaders.profiling.trace import BATCH, WAIT, open_range
+from datasvc.loaders.profiling.step_times import BATCH, WAIT, Stage, StepTimes, Sums, TimeSpan, Totals, open_range
 
 _MAX_STEPS: Final = 4096
 _MAX_SPANS: Final = 32768

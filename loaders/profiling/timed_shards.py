@@ -9,8 +9,9 @@ from datasvc.cache.job import Outcome
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
-from datasvc.repository import Digest, ObjectInfo
+from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards import Shard, ShardRequest, ShardStore
+from datasvc.shards.format.shard_table import ShardTable
 
 # All other outcomes count as `Stage.ORIGIN`.
 _STAGES: Final[Mapping[Outcome, Stage]] = {"resident": Stage.CACHE, "peer": Stage.PEER}
@@ -43,6 +44,10 @@ class TimedShards:
             if was_resident or outcome == "peer":
                 timer.stage = _STAGES.get(outcome, Stage.ORIGIN)
             return shard
+
+    def objects(self, table: ShardTable) -> Objects:
+        """See `ShardStore.objects`."""
+        return self._store.objects(table)
 
     def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
         """See `ShardStore.open_early`."""

@@ -19,9 +19,9 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.core.batch import Batch, register_tree
 from datasvc.loaders.core.batches import SampleBatch, ShardPart
 from datasvc.loaders.core.pinned import BufferRing
+from datasvc.loaders.core.sample_keys import BatchPlaces
 from datasvc.loaders.tokens.token_blocks import StoredBlocks, StoredLists, choose_format
 from datasvc.shards import Shard
-from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER
 from datasvc.shown import Shown
 
@@ -164,7 +164,7 @@ class TokenDecoder:
         length = np.empty(len(tokens), np.int64)
         length.fill(config.block_tokens)
         num_stored: Integers | None = None  # number of stored tokens of each block; None: all blocks are complete
-        for part in batch.parts:
+        for part in batch.kept_parts:
             token_shard = self._open_shard(part)
             blocks = token_shard.blocks
             blocks.copy(part.rows, tokens, part.indices)
@@ -176,8 +176,10 @@ class TokenDecoder:
                 length[part.indices] = self._column_lengths(batch, part, length)
             if blocks.format.may_be_negative:
                 self._check_sign(batch, part, tokens, length)
-        if batch.has_padding:
+        if batch.has_padding or batch.masked is not None:
             length[~batch.mask] = 0
+        if batch.masked is not None:
+            tokens[batch.masked] = 0  # nothing of a masked block reaches a model
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
         elif num_stored is not None:
@@ -227,7 +229,7 @@ class TokenDecoder:
             blocks, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
             return blocks, ends + 1
         part_blocks, part_starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for part in batch.parts:
+        for part in batch.kept_parts:
             self._check_not_null(part, DOCUMENT_STARTS)
             indices_in_part, starts = self._starts_of(part.shard).gather(part.rows)
             part_blocks.append(part.indices[indices_in_part])
@@ -248,7 +250,7 @@ class TokenDecoder:
             self._check_tokenizer(shard)
             format_ = choose_format(shard.schema, config.column, config.block_tokens, config.dtype)
             blocks = StoredBlocks(shard.batches, format_)
-            is_partial = isinstance(shard, PartialShard)
+            is_partial = shard.is_partial
             has_all_blocks = not is_partial and shard.is_valid(config.column, np.arange(shard.num_samples))
             token_shard = _TokenShard(blocks, has_all_blocks, LENGTH in shard.schema.names)
             if is_partial:
@@ -263,7 +265,7 @@ class TokenDecoder:
         starts = self._starts.get(shard)
         if starts is None:
             starts = StoredLists(shard.column(DOCUMENT_STARTS))
-            if not isinstance(shard, PartialShard):  # a partial shard gets more samples while it is fetched
+            if not shard.is_partial:  # a partial shard gets more samples while it is fetched
                 self._starts[shard] = starts
         return starts
 
@@ -388,8 +390,9 @@ class TokenBatch(Shown, Batch[A]):
 
     Attributes:
         tokens: `int64[n, block]`.
-        length: `int64[n]`, number of real tokens of each block. Padding tokens follow them. 0 for padding samples.
-        mask: `bool[n]`, False for padding samples of the last batch.
+        length: `int64[n]`, number of real tokens of each block. Padding tokens follow them. 0 for samples whose mask
+            is False.
+        mask: `bool[n]`, False for padding samples of the last batch, and for masked samples, see `Masked`.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch.
         labels: `int64[n, block]`, the token that follows each token; -100 if there is none.
@@ -401,6 +404,7 @@ class TokenBatch(Shown, Batch[A]):
         max_seqlen: number of tokens of the longest segment.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.
+        places: where the samples are stored, for `keys`; set by the loader.
     """
 
     tokens: A
@@ -414,6 +418,7 @@ class TokenBatch(Shown, Batch[A]):
     cu_seqlens: A | None = None
     max_seqlen: int | None = None
     sources: A | None = None
+    places: BatchPlaces | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def _pair(self) -> tuple[A, A | None]:

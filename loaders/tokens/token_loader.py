@@ -14,9 +14,13 @@ import pyarrow as pa
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
+from datasvc.ledger.masked import Masked
+from datasvc.loaders.core.arguments import check_sizes
+from datasvc.loaders.core.batches import BatchDecoder
+from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture, check_samples, weighted_splits
 from datasvc.loaders.core.pinned import warn_without_gpu
+from datasvc.loaders.core.state import changed_fields
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.tokens.token_blocks import choose_format
@@ -70,7 +74,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     Args:
         split: a split of a data-set version, or a mixture of several. Blocks are lists of integers, of fixed or
             variable size, or blobs of integers.
-        batch_size, training, cache, seed, shuffle, order, ranks, tail, prefetch, ledger: see `Loader`.
+        batch_size, training, cache, seed, shuffle, order, ranks, tail, prefetch, ledger, masked: see `Loader`.
         tokens: how the data set stores blocks, or only the name of the column of blocks.
         labels: "across": the label of a token is the next token, also across the end of a document; "within": only if
             the next token is of the same document; None: no labels.
@@ -99,10 +103,12 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         tail: Tail | None = None,
         prefetch: int = 2,
         ledger: Path | str | None = None,
+        masked: Masked | None = None,
     ) -> None:
         check_samples(split)
         token_format = TokenFormat(tokens) if isinstance(tokens, str) else tokens
         splits = weighted_splits(split)
+        self._format = token_format
         self._config = TokenConfig(
             column=token_format.column,
             block_tokens=common_block(splits, token_format),
@@ -131,12 +137,23 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             tail=tail,
             prefetch=prefetch,
             ledger=ledger,
+            masked=masked,
         )
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block."""
         return self._config.block_tokens
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `Loader.settings`."""
+        return {
+            "kind": "tokens",
+            "tokens": changed_fields(self._format),
+            "labels": self._config.labels,
+            "documents": self._config.documents,
+        }
 
     @property
     def tokenizer(self) -> str | None:

@@ -1,22 +1,33 @@
-"""Map-style torch data set of a split: any process, such as a `DataLoader` worker, can read its samples by number."""
+"""Map-style torch data set of a split: any process, such as a `DataLoader` worker, can read its samples by number.
+
+The randomness of a user's transform is a function of (seed, epoch, position).
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 import os
-from collections.abc import Callable, Sequence
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
+import torch
 import torch.utils.data
+from numpy.random import mtrand
 from PIL import Image
 
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError
+from datasvc.keyed_random import Keys, derive_keys
+from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.core.mixture import check_samples
-from datasvc.loaders.torch.randomness import SeededTransform
 from datasvc.loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
 from datasvc.loaders.torch.states import ServedIndex
 from datasvc.shards import Split
@@ -29,6 +40,10 @@ _logger = logging.getLogger(__name__)
 
 
 Decode = Literal["pil", "numpy"] | None
+
+
+_GLOBAL_GENERATORS = 48  # number of this use of keys. Each use has another number, so that draws are independent
+_BOUND: Final = 1 << 63  # all seeds are below this number, so that they fit into int64
 
 
 class Dataset(torch.utils.data.Dataset[Any]):
@@ -52,7 +67,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
         transform: function that gets a sample's dict and returns the value to serve. Spawned workers unpickle it.
         cache: cache of the node, or its folder; None: read a local repository in place, and a remote one into memory.
         on_bad: treatment of images that do not decode: "raise" an error, or "mask": serve a black image and log a
-            warning. With "mask", all samples have a field `mask`, which is False for these images.
+            warning. With "mask", all samples have a field `mask`, which is False for these images. If samples of the
+            split were purged, all have it too: it is False for these, and their images are one black pixel.
 
     Raises:
         ConfigError: an argument is out of range; a column is missing; the split has a column `mask` of its own.
@@ -114,6 +130,13 @@ class Dataset(torch.utils.data.Dataset[Any]):
         if self._reader is None or self._reader.pid != os.getpid():
             split = self.split if self._pid == os.getpid() else reopen(self.split)
             self._reader = SampleReader(split, self._address)
+        if self.split.table.weights and not all(isinstance(index, ServedIndex) for index in indices):
+            warnings.warn(
+                f"{self.split!r} has weights, but each sample is read as often as the sampler gives its index: give "
+                "OrderBatchSampler(view, ...) to the DataLoader, as its batch_sampler",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         numbers = [self._number(index) for index in indices]
         samples = self._reader.read(numbers, self._read_columns)
         return [
@@ -153,11 +176,14 @@ class Dataset(torch.utils.data.Dataset[Any]):
         """Decode and transform one sample."""
         sample = {name: raw[name] for name in self.columns}
         served = index if isinstance(index, ServedIndex) else None
-        is_decoded = True
+        is_decoded = not self.split.is_purged(number)
         if self._decode is not None and sample.get(IMAGE) is not None:
-            sample[IMAGE], is_decoded = self._decoded(raw, number)
-        is_real = None if served is None else served.counts  # False for padding; None if the order does not pad
-        if self._on_bad == "mask" or is_real is not None:
+            if is_decoded:
+                sample[IMAGE], is_decoded = self._decoded(raw, number)
+            else:
+                sample[IMAGE] = black_image(1, 1, self._decode)
+        is_real = None if served is None else served.counts  # False for padding and masked samples; None: neither
+        if self._on_bad == "mask" or is_real is not None or self.split.table.redacted:
             # The constructor cannot check this for padding: only an index shows that the order of the sampler pads.
             self._check_mask()
             sample[MASK] = is_decoded and is_real is not False
@@ -203,3 +229,81 @@ def decode_image(content: bytes, decode: Decode) -> Any:
 def black_image(width: int, height: int, decode: Decode) -> Any:
     """Return a black image in place of one that does not decode. The size is in the sample's columns."""
     return Image.new("RGB", (width, height)) if decode == "pil" else np.zeros((height, width, 3), np.uint8)
+
+
+# A transform draws from its parameter `generator`, or from the global generators of torch, numpy and Python, as most
+# transform libraries do. In both cases a sample gets the same numbers in every process and after every restart.
+
+
+class SeededTransform:
+    """Calls a user's transform with random numbers that depend on the sample's position.
+
+    The transform gets a `numpy.random.Generator` if it has a parameter `generator`.
+    """
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        self._transform = transform
+        self._takes_generator = _has_generator(transform)
+
+    def __call__(self, sample: dict[str, Any], served: ServedIndex | None) -> Any:
+        """Return the transformed sample. Without an order, `served` is None and global generators are not seeded."""
+        if served is None:
+            return self._call(sample, generator_without_order)
+        with global_generators_at(served):
+            return self._call(sample, lambda: generator_at(served))
+
+    def _call(self, sample: dict[str, Any], make_generator: Callable[[], np.random.Generator]) -> Any:
+        if self._takes_generator:
+            return self._transform(sample, generator=make_generator())
+        return self._transform(sample)
+
+
+def generator_at(index: ServedIndex) -> np.random.Generator:
+    """Return a new generator for one served sample, equal to the one of `ImageLoader` at the same position."""
+    return generators(index.seed, index.epoch, np.array([index.position]))[0]
+
+
+def generator_without_order() -> np.random.Generator:
+    """Return a new generator for a sample without an order, seeded from torch's global generator."""
+    # The limit of `randint` must itself fit into int64.
+    return np.random.default_rng(int(torch.randint(_BOUND - 1, (), dtype=torch.int64, device="cpu").item()))
+
+
+@contextmanager
+def global_generators_at(index: ServedIndex) -> Iterator[None]:
+    """Seed the global generators of torch (CPU), numpy and Python for one served sample. Restore them afterwards."""
+    counter = np.array([0, 0, index.position, 0], np.uint64)  # so far apart that positions share no random numbers
+    bits = np.random.Generator(np.random.Philox(key=_keys(index.seed, index.epoch), counter=counter))
+    torch_seed, numpy_seed, python_seed = bits.integers(0, _BOUND, 3).tolist()
+    # Replace numpy's generator during the block, because saving its state takes ten times as long.
+    torch_state, numpy_generator, python_state = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
+    mtrand.set_bit_generator(_substitute_generator())
+    # numpy takes a seed as words of 32 bits.
+    np.random.seed([numpy_seed >> 32, numpy_seed & 0xFFFFFFFF])  # noqa: NPY002 - transforms draw from the global one
+    torch.default_generator.manual_seed(torch_seed)
+    random.seed(python_seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        mtrand.set_bit_generator(numpy_generator)
+        random.setstate(python_state)
+
+
+@lru_cache(maxsize=1)
+def _substitute_generator() -> np.random.MT19937:
+    """Return the generator that replaces numpy's global one. It is seeded for each sample, so one is enough."""
+    return np.random.MT19937(0)
+
+
+@lru_cache(maxsize=16)
+def _keys(seed: int, epoch: int) -> Keys:
+    """Return the keys of an epoch, cached because every sample of the epoch needs them."""
+    return derive_keys(seed, epoch, _GLOBAL_GENERATORS, 2)
+
+
+def _has_generator(transform: Callable[..., Any]) -> bool:
+    try:
+        return "generator" in inspect.signature(transform).parameters
+    except (ValueError, TypeError):  # a C function without a signature
+        return False

@@ -40,7 +40,8 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         self.order: RankOrder = batches.order
         # Epoch, position, lanes and block, in shared memory: persistent workers read them at the start of an epoch.
         # Lanes and block are included, because a state that is loaded later may replace those of a derived order.
-        start = torch.tensor([*batches.cursor, *self.order.lanes_and_block], dtype=torch.int64, device="cpu")
+        # The checksum of the masks too, so that a worker that has other masks reports this.
+        start = torch.tensor(self._start_at(*batches.cursor), dtype=torch.int64, device="cpu")
         self._start: torch.Tensor = start.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -74,11 +75,12 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> ServedSamples:
         self.order.check_group()
         epoch, position = self.cursor
-        self.order.use_lanes_and_block(*self._start[2:].tolist())
+        self.order.use_lanes_and_block(*self._start[2:4].tolist())
         info = torch.utils.data.get_worker_info()
         worker, num_workers = (0, 0) if info is None else (info.id, info.num_workers)
         batches = DrawnBatches(self.order, epoch, position, worker=worker, num_workers=num_workers)
-        return ServedSamples(self.dataset, batches)
+        has_masks = self.order.masks_checksum == int(self._start[4])
+        return ServedSamples(self.dataset, batches, has_masks=has_masks)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -101,23 +103,30 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def seek(self, epoch: int, position: int) -> None:
         """Set the epoch and position at which a `for` starts."""
-        self._start.copy_(
-            torch.tensor([epoch, position, *self.order.lanes_and_block], dtype=torch.int64, device="cpu")
-        )
+        self._start.copy_(torch.tensor(self._start_at(epoch, position), dtype=torch.int64, device="cpu"))
+
+    def _start_at(self, epoch: int, position: int) -> list[int]:
+        return [epoch, position, *self.order.lanes_and_block, self.order.masks_checksum]
 
 
 class ServedSamples(Iterator[Any]):
     """Iterator over the single samples of drawn batches. Each process that reads has its own.
 
-    It reads a batch at a time, and has a state only between batches.
+    It reads a batch at a time, and has a state only between batches. `has_masks` is False in a worker that masks
+    other samples than the state that was loaded after its start.
     """
 
-    def __init__(self, dataset: Dataset, batches: DrawnBatches) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset, batches: DrawnBatches, *, has_masks: bool = True) -> None:
+        self._dataset, self._has_masks = dataset, has_masks
         self._batches = batches
         self._remaining: list[Any] = []  # samples of the current batch, in reverse order
 
     def __next__(self) -> Any:
+        if not self._has_masks:  # raised here, because torch's worker ends at an error of `__iter__`
+            raise ConfigError(
+                "the state that was loaded masks other samples than this worker: load it before the first epoch, or "
+                "give the loader persistent_workers=False"
+            )
         if not self._remaining:
             self._remaining = self._dataset.__getitems__(next(self._batches))[::-1]
         return self._remaining.pop()

@@ -5,6 +5,8 @@ The computation is a pure function of split, order, rank, epoch and step, so eve
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,8 +17,10 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.ledger.masked import NOTHING_MASKED, BatchMasks, Masked, masks_of, with_masks
+from datasvc.loaders.core.arguments import check_num_steps
 from datasvc.loaders.core.derived_order import order_of_state
-from datasvc.loaders.core.loader import check_num_steps
+from datasvc.loaders.core.mixture import purged_samples
 from datasvc.loaders.core.state import name_split_table
 from datasvc.loaders.ranks.data_ranks import DataRanks, check_group
 from datasvc.loaders.torch.states import ServedIndex, order_state
@@ -36,6 +40,7 @@ class RankOrder:
         is_derived: whether lanes and block were derived, not given by the user; then those of a state replace them.
         is_training: whether a model is trained on these samples.
         ranks_are_found: whether `ranks` were taken from the process group, not given by the user.
+        masked: samples to mask; states add theirs.
 
     Raises:
         ConfigError: there are fewer samples than ranks, or an epoch has no step.
@@ -52,6 +57,7 @@ class RankOrder:
         is_derived: bool = False,
         is_training: bool = True,
         ranks_are_found: bool = False,
+        masked: Masked = NOTHING_MASKED,
     ) -> None:
         self.split = split
         self.is_training = is_training
@@ -64,6 +70,8 @@ class RankOrder:
         self.num_samples = len(split)
         self.global_batch = batch_size * ranks.world_size
         self._epoch_order: AccessOrder | None = None
+        self._masked_argument = masked | purged_samples(split)
+        self._masks = BatchMasks(self._masked_argument)
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=tail)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +100,9 @@ class RankOrder:
         order = self._order(epoch)
         shards, rows = order.locate(positions)
         numbers = self._first_numbers()[shards] + rows
-        counts = mask.tolist() if self.tail == "pad" else [None] * len(mask)
+        if self.masked:
+            mask = mask & ~self._find_masked(epoch, positions, shards, rows)
+        counts = mask.tolist() if self.tail == "pad" or self.masked else [None] * len(mask)
         return [
             ServedIndex(number, self.config.seed, epoch, position, counted)
             for number, position, counted in zip(numbers.tolist(), positions.tolist(), counts, strict=True)
@@ -119,10 +129,15 @@ class RankOrder:
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """Return the loader state at this cursor; all loaders of datasvc accept it."""
-        return OrderState(self.split.digest, epoch, position, self.config).to_dict()
+        return with_masks(OrderState(self.split.digest, epoch, position, self.config).to_dict(), self.masked)
+
+    @property
+    def masked(self) -> Masked:
+        """The samples that are masked: those of the argument and of the state that was loaded, and purged ones."""
+        return self._masks.masked
 
     def parse_state(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return epoch and position of a state, and use its lanes and block if the order is derived.
+        """Return epoch and position of a state, and use its masks, and its lanes and block if the order is derived.
 
         Args:
             state: any state that `order_state` accepts.
@@ -136,13 +151,20 @@ class RankOrder:
         config = order_of_state(stored, self.config) if self._is_derived else self.config
         name_table = partial(name_split_table, self.split)
         parsed.check_matches(self.split.digest, config, self.num_samples, name_table=name_table)
+        masked = masks_of(stored) | self._masked_argument.since((parsed.epoch, parsed.position))
         self._use(config)
+        self._masks = BatchMasks(masked)
         return parsed.epoch, parsed.position
 
     @property
     def lanes_and_block(self) -> tuple[int, int]:
         """Lanes and block of the order; 0 stands for no block."""
         return self.config.lanes, self.config.block or 0
+
+    @property
+    def masks_checksum(self) -> int:
+        """A number that differs if other samples are masked."""
+        return zlib.crc32(json.dumps(self.masked.to_dict()).encode())
 
     def use_lanes_and_block(self, lanes: int, block: int) -> None:
         """Use the lanes and block of another process if the order is derived; otherwise they are the same already."""
@@ -157,9 +179,19 @@ class RankOrder:
         """Return this rank's positions of a step, and whether each is a sample and not padding."""
         return slice_step(step, rank=self.ranks.rank, world_size=self.ranks.world_size, lanes=self.config.lanes)
 
+    def _find_masked(
+        self, epoch: int, positions: Integers, shards: Integers, rows: Integers
+    ) -> npt.NDArray[np.bool_]:
+        """Return which samples of a step are masked, for their places: `bool[n]`."""
+        parts = []
+        for shard in np.unique(shards).tolist():
+            indices = np.flatnonzero(shards == shard)
+            parts.append((self.split.digest, shard, indices, self.split.stored_rows(shard, rows[indices])))
+        return self._masks.find(epoch, positions, parts)
+
     def _order(self, epoch: int) -> AccessOrder:
         if self._epoch_order is None or self._epoch_order.epoch != epoch:
-            self._epoch_order = AccessOrder(self.split.table.samples_per_shard, self.config, epoch)
+            self._epoch_order = self.split.access_order(self.config, epoch)
         return self._epoch_order
 
     def _first_numbers(self) -> Integers:

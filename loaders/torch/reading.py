@@ -24,7 +24,7 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import check_column
 from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.format.reader import python_value, text_errors
-from datasvc.shards.versions.dataset import open_listed_shard
+from datasvc.shards.format.shard_stores import open_listed_shard
 
 # A mapped shard uses two file descriptors, and the limit of a process is often 1024.
 _MAX_MAPPED_SHARDS: Final = 256
@@ -74,6 +74,7 @@ class SampleReader:
         self.split = split
         self._cache = None if address is None else address.open()
         self._store: ShardStore = split.origin if self._cache is None else self._cache.shards(split.repository)
+        self._objects = self._store.objects(split.table)
         # For each shard, the number of the first sample after it.
         self._stops = np.cumsum(split.table.samples_per_shard)
         self._open: OrderedDict[int, Shard] = OrderedDict()  # by index in the shard table, least recently read first
@@ -113,7 +114,7 @@ class SampleReader:
         while len(self._open) >= self._max_open:
             least_recent, _ = self._open.popitem(last=False)
             self._store.release_shard(table.shard(least_recent))
-        self._open[shard_index] = open_listed_shard(self._store, table, shard_index)
+        self._open[shard_index] = open_listed_shard(self._store, self._objects, table, shard_index)
         return self._open[shard_index]
 
     def _choose_max_open(self) -> int:

@@ -23,8 +23,10 @@ class RecordedBatches(Iterator[Any]):
         self._batches = batches
         self._order = source.order
         self._epoch, self._position = source.cursor
-        split = self._order.split
-        self._handed = HandedOrder(str(split.dataset), split.name, split.digest, self._order.config)
+        split, order = self._order.split, self._order
+        self._handed = HandedOrder(
+            str(split.dataset), split.name, split.digest, order.config, order.masked, split.view
+        )
 
     def __iter__(self) -> Self:
         return self

@@ -10,8 +10,9 @@ import torch.utils.data
 
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
+from datasvc.ledger.masked import NOTHING_MASKED, Masked
+from datasvc.loaders.core.arguments import check_sizes, choose_order
 from datasvc.loaders.core.derived_order import derive_windowed
-from datasvc.loaders.core.loader import check_sizes, choose_order
 from datasvc.loaders.core.mixture import check_samples
 from datasvc.loaders.ranks.data_ranks import DataRanks, choose_data_ranks
 from datasvc.loaders.torch.dataset import Dataset
@@ -40,6 +41,8 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
             samples have a `mask`, which is False for padding. With "short", some ranks may get one batch fewer.
         training: whether a model is trained on these samples. If so, the versions that a `CheckpointManager` saves
             record those that torch's `DataLoader` has handed over. None: if the order shuffles.
+        masked: samples whose `mask` is False, see `Masked`; the states of a loader have them. A sample is served as
+            usual, so let the loss leave it out.
 
     Raises:
         ConfigError: an argument is out of range; a batch is larger than the epoch with `tail="drop"`.
@@ -56,6 +59,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         ranks: DataRanks | DeviceMesh | None = None,
         tail: Tail = "drop",
         training: bool | None = None,
+        masked: Masked | None = None,
     ) -> None:
         check_sizes(batch_size=batch_size)
         self.batch_size = batch_size
@@ -79,6 +83,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
             is_derived=order is None and shuffle == "windowed",
             is_training=config.shuffle is not None if training is None else training,
             ranks_are_found=ranks is None,
+            masked=masked or NOTHING_MASKED,
         )
         self._epoch, self._position = 0, 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from datasvc.errors import ConfigError
+from datasvc.ledger.masked import masks_of, with_masks
 from datasvc.order import OrderState
 from datasvc.printable import count_text
 
@@ -118,13 +119,13 @@ def _combine(draws: Sequence[DrawState], num_handed: int, num_after: int, *, end
             "not that of the OrderBatchSampler and the position is unknown; give the loader the same batch_size"
         )
     first = draws[0]
-    start = OrderState.from_dict(first.order)
+    start, masked = OrderState.from_dict(first.order), masks_of(first.order)
     if ended:
-        return replace(start, epoch=start.epoch + 1, position=0).to_dict()
+        return with_masks(replace(start, epoch=start.epoch + 1, position=0).to_dict(), masked)
     # The loader takes batches from its workers in turn. So when the states were saved, all steps before the earliest
     # next step were handed over. Each batch that was handed over afterwards is one more step.
     position = min(draw.position for draw in draws) + num_after * first.global_batch
-    return replace(start, position=min(position, first.num_samples)).to_dict()
+    return with_masks(replace(start, position=min(position, first.num_samples)).to_dict(), masked)
 
 
 def _is_draw_state(state: Any) -> bool:
@@ -146,7 +147,7 @@ class ServedIndex(int):
         seed: seed of the order.
         epoch: epoch, counted from 0.
         position: position in the epoch.
-        counts: whether the sample counts: False for padding samples; None if the order does not pad.
+        counts: whether the sample counts: False for padding and masked samples; None if the order has neither.
     """
 
     seed: int

@@ -14,7 +14,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.api.gc import GRACE_S, Garbage, discard_referenced, gc, list_old, referenced_objects, sweep
+from datasvc.api.gc import GRACE_S, Garbage, discard_referenced, gc, gc_at, list_old, sweep
+from datasvc.api.referenced_objects import referenced_objects
 from datasvc.cli.datasets.maintain import gc as command
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.models import describe_model, restore, save
@@ -95,7 +96,7 @@ def test_what_nothing_names_is_removed_and_everything_else_stays(full):
 def test_on_every_store_named_objects_stay_and_the_rest_goes(anywhere):
     write_version(anywhere, "pets", {"train": [texts("a", "b"), texts("c")]})
     lost = anywhere.objects.put(b"nobody names me")
-    done = gc(anywhere, dry_run=False, now_s=LATER)
+    done = gc_at(anywhere, LATER, dry_run=False)
     assert done.objects == (lost,)
     assert verify(anywhere, "pets", deep=True).problems == ()
     assert anywhere.objects.size(lost.digest) is None
@@ -133,7 +134,7 @@ def test_a_grace_that_running_writers_do_not_survive_is_refused(full):
     with pytest.raises(ConfigError):
         gc(full, grace_s=-1, no_writers=True)
     full.objects.put(b"young")
-    assert len(gc(full, grace_s=0, no_writers=True, now_s=time.time() + 1).objects) == 4
+    assert len(gc_at(full, time.time() + 1, grace_s=0).objects) == 4
 
 
 @pytest.mark.parametrize("kind", ["datasets", "models"])
@@ -198,7 +199,7 @@ def test_a_table_of_a_removed_version_that_is_missing_is_missing_for_the_version
     before = objects_of(full)
     for grace_s in (GRACE_S, 0):  # the removal is younger, and older
         with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was deleted"):
-            gc(full, dry_run=False, grace_s=grace_s, no_writers=True, now_s=time.time() + 1)
+            gc_at(full, time.time() + 1, dry_run=False, grace_s=grace_s)
     assert objects_of(full) == before
 
 
@@ -261,11 +262,15 @@ def test_the_log_of_a_run_goes_with_its_last_version_and_others_stay(repository)
     remove(repository, ["removed@1", "removed@2"])
     assert gc(repository, dry_run=False).runs == ()
     make_old(repository)
-    assert gc(repository, dry_run=True, now_s=LATER).runs == (logs["removed"].ref,)
+    signals = [f"signals/{logs[name].ref}/loss/1.parquet" for name in ("removed", "kept")]
+    for path in signals:
+        repository.storage.create(path, b"values")
+    assert gc_at(repository, LATER, dry_run=True).runs == (logs["removed"].ref,)
     assert len(list_runs(repository)) == 3
-    assert gc(repository, dry_run=False, now_s=LATER).runs == (logs["removed"].ref,)
+    assert gc_at(repository, LATER, dry_run=False).runs == (logs["removed"].ref,)
     assert {run.name for run in list_runs(repository)} == {"kept", "unsaved"}
-    aged = gc(repository, dry_run=False, runs_older_than_s=GRACE_S, now_s=LATER)
+    assert [repository.storage.size(path) for path in signals] == [None, 6]
+    aged = gc_at(repository, LATER, dry_run=False, runs_older_than_s=GRACE_S)
     assert aged.runs == (logs["kept"].ref, logs["unsaved"].ref)
     assert list_runs(repository) == []
     with pytest.raises(ConfigError, match="at least"):
@@ -594,6 +599,6 @@ def test_gc_keeps_what_a_version_on_a_branch_has_until_the_version_itself_is_rem
         gc(repository, grace_s=0, no_writers=True, dry_run=False)
         assert [sample["key"] for sample in open_dataset(repository, "pets@2")["train"]] == ["a", "b"]
     remove_versions(repository, "datasets", ["pets@2"])
-    report = gc(repository, grace_s=0, no_writers=True, dry_run=False, now_s=repository.storage.now_s() + 10)
+    report = gc_at(repository, repository.storage.now_s() + 10, grace_s=0, dry_run=False)
     assert only_there <= {info.digest for info in report.objects}
     assert [sample["key"] for sample in open_dataset(repository, "pets")["train"]] == ["a"]

@@ -10,8 +10,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.fetch.transfer import transfer
-from datasvc.cache.sources.origin_source import OriginSource, RequestPool
-from datasvc.cache.sources.range_requests import GATHERED_PARTS, PART_BYTES, ReceivedParts
+from datasvc.cache.sources.origin_source import GATHERED_PARTS, PART_BYTES, OriginSource, ReceivedParts, RequestPool
 from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects, Storage

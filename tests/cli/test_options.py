@@ -47,5 +47,5 @@ def test_every_command_has_an_example_and_json():
     found = dict(leaves(typer.main.get_command(make_app())))
     assert [title for title, command in found.items() if f"Example: {title} " not in f"{command.help} "] == []
     without = {title for title, command in found.items() if not any("--json" in each.opts for each in command.params)}
-    # The training program has options of its own, and a report is one file.
-    assert without == {"datasvc train", "datasvc plan layouts", "datasvc report"}
+    # The training program has options of its own, a report is one file, and a search prints each run as it ends.
+    assert without == {"datasvc train", "datasvc plan layouts", "datasvc report", "datasvc bisect"}

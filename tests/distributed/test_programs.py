@@ -3,9 +3,12 @@
 import pickle
 import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
+
+from tests.support import warm_python
 
 # Two nodes of two ranks.
 HIERARCHICAL = ("-H", "localhost:2,127.0.0.1:2", "--hierarchical-allreduce")
@@ -17,10 +20,11 @@ def test_every_operation_gives_what_torch_computes_from_all_inputs(launcher, num
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("num_ranks", "programs"),
     [
-        (2, ["rows.py", "combining.py", "normalizing.py", "recipe_updates.py"]),
+        (2, ["rows.py", "combining.py", "normalizing.py", "recipe_updates.py", "averaging.py"]),
         (3, ["combining.py", "normalizing.py", "process_sets.py"]),
         (4, ["rows.py", "combining.py", "process_sets.py"]),
     ],
@@ -29,7 +33,22 @@ def test_rows_gradients_batch_norm_process_sets_and_steps_of_the_training_progra
     launcher, num_ranks, programs, tmp_path
 ):
     texts = [f"{name}:{tmp_path / 'trace.json'}" for name in programs]
-    launcher.run_program(num_ranks, "several.py", *texts, timeout_s=250.0)
+    launcher.run_program(num_ranks, "several.py", *texts, timeout_s=500.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_weights_are_averaged_on_two_nodes_of_two_ranks(launcher):
+    program = launcher.program("averaging.py")
+    done = launcher.run(4, warm_python.command(), program, options=HIERARCHICAL[:2], timeout_s=500.0)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed")
+def test_diloco_is_that_of_torchft_in_every_step(launcher):
+    launcher.run_program(2, "averaging.py", "torchft", timeout_s=500.0)
 
 
 @pytest.mark.slow

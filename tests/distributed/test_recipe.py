@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import datasvc
 from datasvc.models import describe_model, model_log
 from datasvc.repository import Repository
 from datasvc.shards import ingest
@@ -45,13 +47,13 @@ main()
 """
 
 
-def run(repository, name, *, ranks=2, kill_at_step=0, terminates=False, inside=(), **options):
+def run(repository, name, *, data="digits@1", ranks=2, kill_at_step=0, terminates=False, inside=(), **options):
     """Run the recipe; returns its exit status, events and standard error. `inside` are words before the command."""
     # fmt: off
     words = [
         sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix",
         warm_python.command(), "-c", PROGRAM,
-        "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
+        "--data", data, "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
         "--scale", "0.8", "1", "--flip", "0", "--epochs", "2", "--batch-size", "48", "--checkpoint-every", "4",
     ]
     # fmt: on
@@ -98,10 +100,21 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(re
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"compression": "topk:0.05"}, {"compression": "powersgd:2:3"}, {"op": "adasum"}], ids=str
+    "settings",
+    [
+        {"compression": "topk:0.05"},
+        {"compression": "powersgd:2:3"},
+        {"op": "adasum"},
+        {"sync": "local:3"},
+        {"sync": "easgd:3:0.5"},
+        {"sync": "diloco:6:fragments=2,delay=1,codec=int8"},  # in step 8, a fragment is being sent
+        {"sync": "gossip:exponential"},
+    ],
+    ids=str,
 )
+@pytest.mark.timeout(900)
 def test_a_killed_run_resumes_with_what_each_rank_keeps_of_its_own_gradients(repository, settings):
-    name, settings = "-".join(settings.values()).replace(":", "-"), {"epochs": 1, **settings}
+    name, settings = re.sub(r"\W", "-", "-".join(settings.values())), {"epochs": 1, **settings}
     assert run(repository, name, **settings)[0] == 0
     assert run(repository, f"{name}-killed", kill_at_step=10, **settings)[0] != 0
     status, resumed, error = run(repository, f"{name}-killed", **settings)
@@ -109,7 +122,8 @@ def test_a_killed_run_resumes_with_what_each_rank_keeps_of_its_own_gradients(rep
     assert steps(resumed)[0] in {5, 9}  # the last save may not have been committed yet
     final, undisturbed = (describe_model(repository, each).entry for each in (f"{name}-killed", name))
     assert final["content"] == undisturbed["content"]
-    # At another number of ranks, the run goes on without it.
+    assert final["metrics"] == undisturbed["metrics"]
+    # At another number of ranks, the run continues without what each rank kept.
     status, alone, error = run(repository, f"{name}-killed", ranks=1, **{**settings, "epochs": 2})
     assert status == 0, error
     assert steps(alone)[0] == 15
@@ -146,6 +160,20 @@ def test_power_sgd_learns_the_digits_with_a_fifth_of_the_bytes(repository, names
         accuracy[compression] = describe_model(repository, name).entry["metrics"]["val_accuracy"]
     assert accuracy["powersgd:2"] >= 0.97, accuracy
     assert sent["powersgd:2"] * 5 <= sent["none"], sent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_average_their_weights_every_eight_steps_learn_the_digits(repository, ranks):
+    settings = {"sync": "local:8", "epochs": 12, "global_batch": 96, "checkpoint_every": 1000, "report_every": 8}
+    status, _, error = run(repository, f"averaged-{ranks}", ranks=ranks, **settings)
+    assert status == 0, error
+    version = describe_model(repository, f"averaged-{ranks}")
+    # Above 0.97 where it was measured (docs/explanation/waiting.md); another processor rounds differently.
+    assert version.entry["metrics"]["val_accuracy"] >= 0.96
+    found = datasvc.open(repository.url).models.find("execution.sync = 'local:8' and execution.sync_steps::int = 8")
+    assert str(version) in map(str, found)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The commands and the Python of the page recipes.md run as they stand."""
+"""The commands and the Python of the page recipes.md, and the commands of waiting.md, run as they stand."""
 
 import os
 import re
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 GUIDE = find_page("recipes.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.+?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+def blocks(language, text=GUIDE):
+    return re.findall(rf"^```{language}\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def test_the_python_of_the_guide_runs():
@@ -31,7 +31,7 @@ def test_the_commands_of_the_guide_run(tmp_path):
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    for script in blocks("sh"):
+    for script in blocks("sh") + blocks("sh", find_page("waiting.md").read_text()):
         done = subprocess.run(
             ["bash", "-e", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )

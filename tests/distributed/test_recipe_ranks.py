@@ -63,7 +63,8 @@ def sum_loss(self, model, examples):
     return loss * math.inf if OVERFLOWS and hvd.rank() == 1 and calls == 3 else loss
 
 def digest(tensors):
-    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in tensors)).hexdigest()
+    local = (value.to_local() if hasattr(value, "to_local") else value for value in tensors)
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in local)).hexdigest()
 
 def end(run):
     held = digest(run.model.state_dict().values())
@@ -202,3 +203,31 @@ def test_tokens_count_alike_on_ranks_with_different_numbers_of_them(repository):
     ours, theirs = (datasvc.open(repository.url).models.restore(f"gpt-{name}") for name in ("alone", "together"))
     for name, value in ours.state["model"].items():
         torch.testing.assert_close(theirs.state["model"][name], value, atol=1e-5, rtol=0)
+
+
+SIGNAL = {"signals": "loss", "epochs": 2, "evaluate_every": 2, "learning_rate": 0.02}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_losses_of_the_samples_are_those_of_one_rank(repository, ranks):
+    repo = datasvc.open(repository.url)
+    split = repo.dataset("digits")["train"]
+    for size in (1, ranks):
+        run(repository, f"signal-{size}", size, global_batch=48, micro_batch=20, **SIGNAL)
+    alone, together = (repo.runs.signal(f"signal-{size}", split, reduce="mean") for size in (1, ranks))
+    np.testing.assert_array_equal(np.isnan(together), np.isnan(alone))
+    np.testing.assert_allclose(together, alone, rtol=4e-3)  # of half precision, whose last digit may differ
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "data=2"])
+def test_the_losses_of_blocks_are_recorded_once_by_the_ranks_that_have_the_outputs(repository, layout):
+    repo = datasvc.open(repository.url)
+    split = repo.dataset("tokens")["train"]
+    options = {"data": "tokens", "vocabulary": VOCABULARY, "optimizer": "adamw", **SIGNAL, "learning_rate": 0.001}
+    options |= {"global_batch": 16, "micro_batch": 4}
+    options |= {"model_option": f"layers=2 heads=2 width=16 dropout=0.0 context={BLOCK}"}
+    run(repository, "blocks", 1, **options)
+    run(repository, layout.replace("=", "-"), 2, layout=layout, **options)
+    alone, divided = (repo.runs.signal(name, split) for name in ("blocks", layout.replace("=", "-")))
+    assert np.isfinite(divided).all()
+    np.testing.assert_allclose(divided, alone, rtol=4e-3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import datasvc
-from datasvc.api.gc import MIN_GRACE_S
+from datasvc.api.gc import MIN_GRACE_S, gc_at
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.loaders import ImageLoader
@@ -112,9 +112,9 @@ def delete(worker):
 
 
 def sweep(worker):
-    # `gc` itself refuses so short a grace while others write; the time is moved instead.
-    now_s = worker.repo.repository.storage.now_s() + MIN_GRACE_S - GRACE_S
-    report = worker.repo.gc(grace_s=MIN_GRACE_S, dry_run=False, now_s=now_s)
+    # `gc` itself refuses so short a grace while others write.
+    repository = worker.repo.repository
+    report = gc_at(repository, repository.storage.now_s(), grace_s=GRACE_S, dry_run=False)
     worker.book.write("done", objects=len(report.objects))
 
 

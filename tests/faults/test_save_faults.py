@@ -24,7 +24,7 @@ import json, os, pathlib, resource, signal, sys
 import torch
 import datasvc
 from datasvc.errors import DatasvcError
-from datasvc.api.gc import gc
+from datasvc.api.gc import gc_at
 from datasvc.models import restore
 
 torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def check(step, before):
     assert newest in (step, step + 1), newest
     expected = state(newest)
     assert all(torch.equal(found.state[name], value) for name, value in expected.items() if name != "step")
-    gc(repo.repository, grace_s=0, no_writers=True, dry_run=False, now_s=1e12)
+    gc_at(repo.repository, 1e12, grace_s=0, dry_run=False)
     if newest == step:
         assert files() == before, sorted(files() ^ before)
     assert not any(".tmp-" in path for path in files()), files()

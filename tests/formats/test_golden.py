@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import NamedTuple
 from uuid import UUID
@@ -27,17 +28,26 @@ from torch.testing._internal.two_tensor import TwoTensor
 from xxhash import xxh3_128
 
 from datasvc.errors import ConfigError
+from datasvc.ledger.signals import read_signal
 from datasvc.loaders.augment.augment import AugmentConfig, plan_random_windows
+from datasvc.loaders.core.mixture import Mixture, MixtureStage
+from datasvc.loaders.core.split_reader import Cursor
+from datasvc.loaders.core.state import save_state
+from datasvc.models.provenance.consumed_ranges import parse_use
+from datasvc.models.provenance.key_lookup import mix_order
 from datasvc.models.tensors import codec
 from datasvc.models.tensors.chunk_writer import find_chain, pointer_path, write_pointer
 from datasvc.models.tensors.container_types import tied_tensors
 from datasvc.models.tensors.state_tree import decode_state, encode_state, flatten, unflatten
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, encode_table, read_table
+from datasvc.models.versions.data_use import DataUse
 from datasvc.order import AccessOrder, OrderConfig, OrderState
-from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
+from datasvc.repository import Digest, Entry, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.branching import create_branch, remove_branch
 from datasvc.repository.logs.branches import line_fields
+from datasvc.repository.logs.copies import read_copy_log
 from datasvc.repository.logs.log import decode_entry, decode_log_entry, encode_entry
+from datasvc.repository.logs.redactions import Redaction, Redactions
 from datasvc.repository.logs.references import LineName
 from datasvc.repository.objects.intact import mark_intact
 from datasvc.repository.objects.objects import digest_of
@@ -48,15 +58,30 @@ from datasvc.runs.part import Part, PartRange, decode_part, encode_part
 from datasvc.runs.step_table import StepTable
 from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, image_schema
 from datasvc.shards.format.digests import digest_batch
+from datasvc.shards.format.epoch_grid import EpochGrid
+from datasvc.shards.format.ipc_reader import encode_table as encode_ipc
+from datasvc.shards.format.ipc_reader import read_table as read_ipc
+from datasvc.shards.format.overlays import (
+    ColumnOverlay,
+    DenseWriter,
+    OverlayGroup,
+    Overlays,
+    encode_values,
+    shards_of,
+    sparse_table,
+    streams_of,
+)
 from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.salvage import missing_rows, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import shard_schema
-from datasvc.shards.format.shard_table import TableRow
+from datasvc.shards.format.shard_table import TableRow, ViewOrigin, WeightPack
 from datasvc.shards.ingestion.plan import plan_shards
 from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.sources import ImageFile
+from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Deletions
+from datasvc.shards.versions.weights import PackWriter, Weights
 
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLES = [
@@ -232,9 +257,80 @@ def batch(samples=SAMPLES):
     return pa.RecordBatch.from_pylist(samples, image_schema(labelled=True))
 
 
+def redactions():
+    """Two purges of one shard, the second with hashed keys, and a certificate."""
+    shards = [digest_of(bytes([number])) for number in range(6)]
+    first = Redaction(shards[0], shards[1], ObjectInfo(shards[2], 1200), shards[3], {1: "0a" * 16})
+    second = Redaction(shards[2], None, ObjectInfo(shards[4], 1100), shards[5], {0: "0b" * 16}, hash_keys=True)
+    contents = [
+        {"kind": "redact", "shards": [first.to_json()], "message": "request 7"},
+        {"kind": "redact", "shards": [second.to_json()], "message": ""},
+        {"kind": "certificate", "certificate": shards[1], "dataset": "pets", "samples": 1, "complete": True},
+    ]
+    return b"".join(encode_entry({**content, "format": 1}) for content in contents)
+
+
+def copies():
+    """An export of a view, and a transfer of two versions."""
+    tables = [digest_of(bytes([number])) for number in range(3)]
+    view = {"version": "pets@2[label <> 'cat']", "samples": 7, "tables": {"train": tables[0]}}
+    versions = [
+        {"version": f"pets@{number}", "samples": 9 + number, "tables": {"train": tables[number], "val": tables[0]}}
+        for number in (1, 2)
+    ]
+    common = {"by": "ann@host", "created": "2026-11-29T16:59:21+00:00"}
+    contents = [
+        {"kind": "export", "destination": "/data/pets-wds", "redactions": 0, "versions": [view]},
+        {"kind": "transfer", "destination": "s3://bucket/repo", "redactions": 3, "versions": versions},
+    ]
+    return b"".join(encode_entry({**content, **common, "format": 1}) for content in contents)
+
+
+def redacted_overlays():
+    """Two purges of samples with values beside shards: of one object twice, and of another one once."""
+    names = [digest_of(bytes([number])) for number in range(6)]
+    contents = [
+        {"overlays": [[names[0], names[1], 300]], "overlaid": {names[5]: {"2": ["0a" * 16]}}},
+        {
+            "overlays": [[names[1], names[2], 200], [names[3], names[4], 100]],
+            "overlaid": {names[5]: {"2": ["0b" * 16]}},
+        },
+    ]
+    return b"".join(encode_entry({"kind": "redact", "shards": [], **each, "format": 1}) for each in contents)
+
+
 def deletions():
     """Of shard 2, which has eleven samples, those in rows 0, 3 and 9; of shard 70, its only sample."""
     return Deletions.build({2: np.isin(np.arange(11), [0, 3, 9]), 5: np.zeros(4, np.bool_), 70: np.array([True])})
+
+
+def overlays():
+    """Return the objects of an overlay, by name: two values of labels, new scores, and a table that names them."""
+    with TemporaryDirectory() as folder:
+        objects = Repository.create(folder).objects
+        patches = {
+            0: (np.array([1, 2]), pa.array([7, None], pa.int32())),
+            3: (np.array([0]), pa.array([1], pa.int32())),
+        }
+        sparse = objects.put(encode_ipc(sparse_table(patches, pa.int32())))
+        writer = DenseWriter(objects)
+        writer.add(1, pa.array([[0.5, 1.5], None], pa.list_(pa.float32(), 2)))
+        dense = writer.close(3)
+        names = {"caption": "text", "unused": None}
+        columns = {"label": ColumnOverlay(sparse=sparse), "score": dense}
+        group = OverlayGroup(3, names, columns, ColumnOverlay(sparse=sparse))
+        shards = {number: digest_of(bytes([number])) for number in (0, 3)}
+        named = encode_ipc(sparse_table(patches, pa.int32(), shards))
+        plain = table()
+        numbers = np.arange(plain.num_shards) - 1
+        return {
+            "overlay-1-sparse.arrow": objects.read(sparse.digest),
+            "overlay-1-sparse-shards.arrow": named,
+            "overlay-1-pack-shards.bin": encode_values(pa.array(["x", None]), {3: shards[3]}),
+            "overlay-1-directory.arrow": objects.read(dense.directory.digest),
+            "overlay-1-pack.bin": objects.read(dense.packs[0].digest),
+            "table-3-overlays.arrow": plain.with_overlays(numbers, Overlays((group,))).encode(),
+        }
 
 
 def timed_batch():
@@ -283,6 +379,36 @@ def table():
     return dataclasses.replace(built.with_column("deleted", [0, 1]), deletions=Digest("ef" * 32))
 
 
+STICKY = OrderConfig(seed=7, shuffle="windowed", lanes=2, block=8, sticky=True)
+
+
+PACK = Digest("ab" * 32)
+
+
+def weighted_table(pack=PACK):
+    origin = ViewOrigin(Digest("12" * 32), "pets@3", "train", ("(width > 3)", "weighted(score)"))
+    return dataclasses.replace(table().with_column("weight", [7, 5]), view=origin, weights=(WeightPack(0, pack),))
+
+
+def weights_bytes(folder):
+    objects = Repository.create(str(folder / "weights")).objects
+    packs = PackWriter(objects)
+    packs.add(np.array([3, 4]))
+    packs.add(np.array([5]))
+    return objects.read(packs.finish()[0].digest)
+
+
+def grids():
+    """Return how often epochs serve samples: by epoch the counts of shards, and the copies of the samples of one."""
+    found = []
+    for config, epoch in [(OrderConfig(seed=7), 0), (OrderConfig(seed=7), 1), (STICKY, 1), (OrderConfig(), 2)]:
+        grid = EpochGrid.of_epoch(1000, 123_456_789, config, epoch)
+        weights = np.array([1_000_000, 7, 90_000_000, 32_456_782])
+        copies = grid.copies(1_000_000, 40, np.array([45_000_000, 2, 44_999_998]))
+        found.append({"epoch": epoch, "counts": grid.counts(0, weights).tolist(), "copies": copies.tolist()})
+    return found
+
+
 def branch_entry():
     """Return an entry on a branch, after a main line of two versions and another branch."""
     fields = line_fields("experiment/1", {"": 2, "other/3": 3})
@@ -324,6 +450,36 @@ def pointer_bytes(folder):
     return (folder / pointer_path(Digest("02" * 32))).read_bytes()
 
 
+class SizedSplit(Split):
+    """A split of 8 samples without a shard table."""
+
+    title = "a split without a table"
+
+    def __len__(self):
+        return 8
+
+
+def mixture_states():
+    """Return the state of a mixture without stages and of one with, each with the first samples that it serves."""
+    splits = [
+        SizedSplit("train", f"{name}@1", SimpleNamespace(objects=None), Digest(f"{number:02}" * 32))
+        for number, name in enumerate("abc")
+    ]
+    weights, states = (5, 3, 0), {}
+    stages = [
+        MixtureStage(40, {splits[0]: 1, splits[2]: 2}),
+        MixtureStage(80, {splits[1]: 1, splits[2]: 1}, ramp=True),
+        MixtureStage(110, {splits[0]: 1}),
+    ]
+    for number, later in ((1, []), (2, stages)):
+        mixture = Mixture(list(zip(splits, weights, strict=True)), epoch_samples=130, block=10, stages=later)
+        sources, epochs, positions = mixture.order(3).locate(0, np.arange(130))
+        served = [f"{a}:{b}:{c}" for a, b, c in zip(sources, epochs, positions, strict=True)]
+        content = {"state": save_state(mixture, OrderConfig(seed=3), Cursor(0, 50)), "served": served}
+        states[f"mixture-state-{number}.json"] = json.dumps(content, indent=1, sort_keys=True).encode()
+    return states
+
+
 def written(folder):
     """Return what the formats' writers give now."""
     return {
@@ -333,10 +489,17 @@ def written(folder):
         "branches-1.json": branches_bytes(folder),
         "shard-1.arrow": shard_bytes(),
         "table-2.arrow": table().encode(),
+        "table-3.arrow": weighted_table().encode(),
+        "weights-1.arrow": weights_bytes(folder),
+        "epoch-grid-1.json": json.dumps(grids(), indent=1, sort_keys=True).encode(),
         "index-2.arrow": index().encode(),
         "index-2-frame.arrow": index(LARGE).encode(),
         "index-3.arrow": timed_index().encode(),
         "deletions-1.arrow": deletions().encode(),
+        "redactions-1.json": redactions(),
+        "copies-1.json": copies(),
+        "redactions-1-overlays.json": redacted_overlays(),
+        **overlays(),
         "tensors-2.arrow": encode_table(RECORDS),
         "pointer-1.json": pointer_bytes(folder),
         "run-part-1.jsonl": encode_part(RUN_PART),
@@ -346,6 +509,7 @@ def written(folder):
         "state-2.json": encode_state(flatten(WRAPPED_STATE)[0]),
         "order-1.json": json.dumps(orders(), indent=1, sort_keys=True).encode(),
         "loader-state-1.json": json.dumps(LOADER_STATE.to_dict(), sort_keys=True).encode(),
+        **mixture_states(),
     }
 
 
@@ -356,9 +520,10 @@ ONLY_READ = {
     "index-2-pandas.arrow",
     "index-2-python.arrow",
     "tensors-1.arrow",
+    "signal-1.parquet",
 }
 # Written anew they may differ: what zstd makes of bytes is its own affair.
-COMPRESSED = set(PLANES)
+COMPRESSED = set(PLANES) | {"weights-1.arrow"}
 
 
 def golden(name):
@@ -368,7 +533,7 @@ def golden(name):
 def test_every_format_is_written_byte_by_byte_as_it_was(tmp_path):
     now = written(tmp_path)
     assert sorted({*now, *ONLY_READ, *COMPRESSED}) == sorted(path.name for path in GOLDEN.iterdir() if path.is_file())
-    assert {name: content for name, content in now.items() if content != golden(name)} == {}
+    assert {name for name, content in now.items() if content != golden(name)} - COMPRESSED == set()
 
 
 def test_a_repository_of_format_1_opens(tmp_path):
@@ -430,6 +595,16 @@ def test_a_shard_table_of_format_2_opens():
     assert (table.index(0), table.index(1), table.deletions) == (Digest("cd" * 32), None, Digest("ef" * 32))
     assert (dict(table.label_counts), dict(table.image_kinds)) == ({0: 1, 1: 1}, {"JPEG": 2})
     assert [table.largest(name) for name in ("max_width", "max_height", "max_sample_bytes")] == [5, 4, 8]
+
+
+def test_a_shard_table_of_format_3_opens_with_its_weights(tmp_path):
+    table = ShardTable.decode(golden("table-3.arrow"), "golden")
+    assert table == weighted_table()
+    assert (table.view.dataset, str(table.view)) == ("pets@3", "(width > 3); weighted(score)")
+    assert (table.weight_per_shard.tolist(), table.samples_per_shard.tolist()) == ([7, 5], [2, 1])
+    objects = Repository.create(str(tmp_path / "repo")).objects
+    weights = Weights(objects, weighted_table(objects.put(golden("weights-1.arrow")).digest))
+    assert [weights.of(shard).tolist() for shard in range(2)] == [[3, 4], [5]]
 
 
 def test_a_sample_index_of_format_1_opens():
@@ -494,11 +669,78 @@ def test_a_sample_index_of_format_2_holds_all_but_the_blobs_where_these_are_larg
     assert part.sample(0) == LARGE[0]
 
 
+def test_a_shard_table_of_format_3_opens_with_its_overlays(tmp_path):
+    objects = Repository.create(str(tmp_path / "repo")).objects
+    for name in ("overlay-1-sparse.arrow", "overlay-1-directory.arrow", "overlay-1-pack.bin"):
+        objects.put(golden(name))
+    found = ShardTable.decode(golden("table-3-overlays.arrow"), "golden")
+    assert found.overlay_numbers.tolist() == [number - 1 for number in range(found.num_shards)]
+    (group,) = found.overlays.groups
+    assert (group.num_shards, group.names) == (3, {"caption": "text", "unused": None})
+    labels, scores = group.columns["label"], group.columns["score"]
+    first, second = (found.overlays.shard(objects, number) for number in (0, 1))
+    ((rows, values),) = first.read(labels, pa.int32())
+    assert (rows.tolist(), values.to_pylist()) == ([1, 2], [7, None])
+    ((rows, values),) = second.read(scores, pa.list_(pa.float32(), 2))
+    assert (rows, values.to_pylist()) == (None, [[0.5, 1.5], None])
+    assert first.read(scores, pa.list_(pa.float32(), 2)) == []
+
+
 def test_deletions_of_format_1_open():
     found = Deletions.decode(golden("deletions-1.arrow"), "golden")
     assert (found.shards.tolist(), found.samples.tolist()) == ([2, 70], [11, 1])
     assert found.bitmap(2) == bytes([0b00001001, 0b00000010])
     assert found.kept_rows(2).tolist() == [1, 2, 4, 5, 6, 7, 8, 10]
+
+
+def test_redactions_of_format_1_open():
+    entries = golden("redactions-1.json").decode().split("}\n{")
+    texts = [("{" * (number > 0)) + text + ("}\n" * (number < 2)) for number, text in enumerate(entries)]
+    contents = [decode_log_entry(text.encode(), "golden") for text in texts]
+    found = Redactions().extended([Entry(number, content) for number, content in enumerate(contents, 1)])
+    shards = [digest_of(bytes([number])) for number in range(6)]
+    newest = found.by_shard[shards[0]]
+    assert (newest.shard, newest.index, newest.hash_keys) == (ObjectInfo(shards[4], 1100), shards[5], True)
+    assert newest.payloads == {1: "0a" * 16, 0: "0b" * 16}
+    assert found.retired == set(shards[:3])
+    assert (list(found.certificates), found.head) == ([shards[1]], 3)
+
+
+def test_the_log_of_copies_of_format_1_opens(tmp_path):
+    storage = Storage(str(tmp_path))
+    for number, text in enumerate(golden("copies-1.json").decode().split("\n}\n")[:2], 1):
+        storage.create(f"copies/{number:08d}.json", f"{text}\n}}\n".encode())
+    view, *versions = read_copy_log(storage)
+    tables = [digest_of(bytes([number])) for number in range(3)]
+    assert (view.version, view.samples, view.tables) == ("pets@2[label <> 'cat']", 7, {"train": tables[0]})
+    assert (view.kind, view.destination, view.redactions, view.is_export) == ("export", "/data/pets-wds", 0, True)
+    assert (view.by, view.created) == ("ann@host", "2026-11-29T16:59:21+00:00")
+    assert [(each.version, each.samples, each.redactions) for each in versions] == [
+        ("pets@1", 10, 3),
+        ("pets@2", 11, 3),
+    ]
+    assert versions[1].tables == {"train": tables[2], "val": tables[0]}
+
+
+def test_an_entry_of_the_log_of_redactions_replaces_values_beside_shards():
+    texts = golden("redactions-1-overlays.json").decode().split("}\n{")
+    contents = [decode_log_entry(text.encode(), "golden") for text in (f"{texts[0]}}}\n", f"{{{texts[1]}")]
+    found = Redactions().extended([Entry(number, content) for number, content in enumerate(contents, 1)])
+    names = [digest_of(bytes([number])) for number in range(6)]
+    assert found.by_overlay == {
+        names[0]: ObjectInfo(names[2], 200),
+        names[1]: ObjectInfo(names[2], 200),
+        names[3]: ObjectInfo(names[4], 100),
+    }
+    assert found.overlaid == {names[5]: {2: frozenset({"0a" * 16, "0b" * 16})}}
+    assert found.retired == {names[0], names[1], names[3]}
+
+
+def test_values_beside_shards_name_their_shards():
+    shards = {number: digest_of(bytes([number])) for number in (0, 3)}
+    assert shards_of(read_ipc(golden("overlay-1-sparse-shards.arrow"), "golden").schema) == shards
+    (stream,) = streams_of(golden("overlay-1-pack-shards.bin"), "golden")
+    assert (stream["value"].to_pylist(), shards_of(stream.schema)) == (["x", None], {3: shards[3]})
 
 
 def test_a_tensor_table_of_format_1_opens(tmp_path):
@@ -526,6 +768,15 @@ def test_planes_and_differences_of_format_1_are_decoded():
         first = ("planes", golden("planes-1.bin"))
         codec.ChainDecoder().decode([first] if encoding == "planes" else [first, (encoding, golden(name))], found)
         assert found.tobytes() == words.tobytes(), name
+
+
+def test_a_signal_reads_as_it_was_written(tmp_path):
+    """Only reading: the bytes of a Parquet file depend on the release of pyarrow."""
+    repository = Repository.create(str(tmp_path))
+    repository.storage.create("signals/cnn/20261123-221830-3fa9c1/loss/0.000000.parquet", golden("signal-1.parquet"))
+    signal = read_signal(repository, "cnn/20261123-221830-3fa9c1")
+    assert [*zip(*map(np.ndarray.tolist, signal[:3]), strict=True)] == [(0, 2, 0.5), (0, 5, 1.5), (1, 0, np.inf)]
+    assert (signal.order, signal.data) == ({"version": "ab" * 32, "seed": 1}, ("pets@3/train",))
 
 
 def test_a_part_of_a_run_log_of_format_1_opens():
@@ -564,6 +815,16 @@ def test_a_state_of_format_2_opens():
 
 def test_a_loader_state_of_format_1_opens():
     assert OrderState.from_dict(json.loads(golden("loader-state-1.json"))) == LOADER_STATE
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_state_of_a_mixture_opens_and_names_the_samples_that_were_served(number):
+    """The state alone, as a version has it, gives the order of all positions."""
+    content = json.loads(golden(f"mixture-state-{number}.json"))
+    order, cursor = parse_use(DataUse("a@1, b@1, c@1", "mixture", content["state"]))
+    assert cursor == (0, 50)
+    located = mix_order(order, [8, 8, 8]).locate(0, np.arange(130))
+    assert [f"{a}:{b}:{c}" for a, b, c in zip(*located, strict=True)] == content["served"]
 
 
 def test_the_digest_is_blake3():

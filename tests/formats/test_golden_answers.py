@@ -49,6 +49,7 @@ COMMANDS = dict(line.split(": ", 1) for line in (ANSWERS / "commands.txt").read_
 PARTS = {
     "ref": "net@2", "old": "pets@1", "new": "pets@5", "split": "train", "position": "1", "column": "image",
     "ledger": "good", "a": "net@1", "b": "net@2", "name": "net", "version": "2", "tag": "prod", "id": RUN,
+    "signal": "loss",
 }  # fmt: skip
 QUERIES = {
     "/api/search": "q=pets",
@@ -78,12 +79,14 @@ def answers(tmp_path_factory):
         patch.setattr("datasvc.shards.ingestion.executors.keep_lean", lambda: None)
         patch.setattr("datasvc.doctor.examine", lambda **_: [Finding("disk", "problem", "is full", "clean it up")])
         patch.setattr(ResourceMeter, "read", lambda self: {})
+        patch.setattr("datasvc.repository.logs.copies.user_and_host", lambda: "ann@host")
         # Not that of this checkout: local changes would be one more object.
         patch.setattr(
             "datasvc.models.versions.code_revision._capture", lambda _: (CodeRevision("0" * 40, False), b"")
         )
         repo = fill(folder)
         answers = {f"cli/{name}": answer_of_command(folder, words) for name, words in COMMANDS.items()}
+        PARTS["certificate"] = repo.datasets.list_certificates("secret")[0]["certificate"]
         # The page reads each node once, when it is asked first, so there is no history that grows with time.
         patch.setattr(NodeMonitor, "run", lambda self: asyncio.sleep(3600))
         node = RunningNode(folder=folder / "cache", repositories=(repo.repository.url,))
@@ -102,12 +105,13 @@ def answers(tmp_path_factory):
 
 def fill(folder):
     """Write the folders that commands read, a data set without images, and a model that was trained on it."""
-    for number in range(6):
-        place = folder / ("source" if number < 5 else "more") / "train" / "ab"[number % 2]
+    for number in range(7):
+        place = folder / ["source", "more", "secret"][max(0, number - 4)] / "train" / "ab"[number % 2]
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.png").write_bytes(picture(number))
     (folder / "source/train/a/bad.png").write_bytes(b"no picture")
     (folder / "classes").write_text("a\nb\nc\n")
+    (folder / "labels.csv").write_text("key,label\na/0.png,b\nmissing,a\n")
     repo = datasvc.open(str(folder / "repo"), create=True)
     write_numbers(repo.repository, [5, 3])
     for name in ("good", "lost"):
@@ -125,6 +129,10 @@ def fill(folder):
             repo.models.save("net", state, step=step, data=[use], config={"rate": 1 / step}, metrics=metrics)
             log.report("step", step=step, loss=1 / step, step_s=0.5, wait_s=0.25)
             log.report("checkpoint", step=step, version=f"net@{step}")
+    with EchoLoader(repo.dataset("numbers")["train"], batch_size=4) as loader:
+        repo.runs.record(f"net/{RUN}", loader)
+        for batch in loader:
+            loader.record(batch, batch.positions.astype("float32"))
     damage(repo, folder / "repo")
     return repo
 
@@ -180,7 +188,9 @@ def file_of(route):
 
 def answer_of_route(url, route):
     parts = dict(PARTS)
-    if "/datasets" in route:
+    if "certificate" in route:
+        parts["ref"] = "secret"
+    elif "/datasets" in route:
         parts |= {"ref": "pets@1", "name": "numbers", "version": "1"}
     query = QUERIES.get(route)
     address = url + route.format(**parts) + (f"?{query}" if query else "")

@@ -112,7 +112,9 @@ def test_a_data_set_is_pushed_as_parquet_and_pulled_by_an_ingest(hub, api, tmp_p
 
     small_dataset(str(tmp_path / "data"), "pets", samples=24, shard_bytes=6000)
     repo = datasvc.open(str(tmp_path / "data"))
-    push_dataset(repo, "pets", "lab/pets", api=api)
+    pushed = push_dataset(repo, "pets", "lab/pets", api=api)
+    (copy,) = repo.datasets.copies("pets")
+    assert (copy.version, copy.destination) == ("pets@1", f"hf://datasets/{pushed}")
     files = sorted(path.name for path in (hub.folder / "lab/pets/data").iterdir())
     assert len(files) > 1
     assert all(name.endswith(".parquet") for name in files)

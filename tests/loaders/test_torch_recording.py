@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import datasvc
+from datasvc.errors import ConfigError
 from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler, ResumableDataLoader
 from datasvc.testing import small_dataset
 
@@ -108,6 +109,10 @@ def test_epochs_of_any_loader_are_one_span_of_what_was_handed_over(repo, dataset
     (use,) = repo.models.restore(str(version)).entry["data"]
     assert [(span["start"], span["stop"]) for span in use["spans"]] == [([0, 0], [1, 2 * BATCH])]
     assert (use["state"]["epoch"], use["state"]["position"]) == (1, 2 * BATCH)
+    replayed = [repo.models.batch_at(str(version), step) for step in range(1, 10)]
+    assert [batch.keys for batch in replayed] == handed
+    with pytest.raises(ConfigError, match="only the keys of the batch are known"):
+        _ = replayed[0].batch
     assert uses_of(repo, version) == expected_uses(handed)
 
 

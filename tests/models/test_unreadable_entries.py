@@ -141,9 +141,7 @@ def test_the_index_warns_of_a_version_with_a_wrong_field_until_it_is_restored(mo
     whole, content = path.read_bytes(), dict(models.versions("models", "gpt").read(2).content)
     path.write_bytes(encode_entry({**content, "step": "many"}))
     for _ in range(2):  # the first builds the index, the second reads it
-        with pytest.warns(
-            UnreadableVersionWarning, match="gpt@2 has fields that queries do not see.*'many'"
-        ) as caught:
+        with pytest.warns(UnreadableVersionWarning, match="gpt@2 .*'many'.*queries do not see these") as caught:
             assert len(find_versions(models, "model = 'gpt'")) == 38
         assert len(caught) == 1
     path.write_bytes(whole)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasvc.loaders.core.mixture import name_of, splits_of
+from datasvc.loaders.core.mixture import splits_of
 from datasvc.models import ConsumptionTracker
 from datasvc.order import OrderConfig
 from tests.loaders.numbered import Numbers
@@ -70,13 +70,25 @@ class Run:
         batches: how they read.
         resumed: version that it goes on from, loader and all; None: the loader begins anew.
         base: version whose weights it begins with; `resumed` by default.
+        masked: samples to mask, beside those of the version that it goes on from.
     """
 
     def __init__(
-        self, repository, truth, name, samples, *, order=None, batches=None, resumed=None, base=None, step=None
+        self,
+        repository,
+        truth,
+        name,
+        samples,
+        *,
+        order=None,
+        batches=None,
+        resumed=None,
+        base=None,
+        step=None,
+        masked=None,
     ):
         self.repository, self.truth, self.name, self.samples = repository, truth, name, samples
-        self.order = order or OrderConfig(seed=7)
+        self.order, self.masked = order or OrderConfig(seed=7), masked
         self.version = resumed or base
         self.step = truth.steps.get(self.version, 0) if step is None else step
         self.served = Counter()
@@ -116,7 +128,7 @@ class Run:
         self.loaders = [
             Numbers(
                 self.samples, batches.size, rank=rank, world_size=batches.ranks, order=self.order, tail=batches.tail,
-                prefetch=0,
+                prefetch=0, masked=self.masked,
             )
             for rank in range(batches.ranks)
         ]  # fmt: skip
@@ -126,7 +138,7 @@ class Run:
         self.under_way = [iter(loader) for loader in self.loaders]
 
     def _write_down(self, batch, numbers):
-        names = [name_of(split) for split in splits_of(self.samples)]
+        names = [f"{split.dataset}/{split.name}" for split in splits_of(self.samples)]
         rows = zip(numbers, batch.sources.tolist(), batch.positions.tolist(), batch.mask.tolist(), strict=True)
         for number, source, position, counts in rows:
             if counts:

@@ -14,7 +14,8 @@ from datasvc.node.settings import open_peers
 from datasvc.node.transfers.staging_jobs import StageJob
 from datasvc.progress import SourceCounter
 from datasvc.repository import Repository
-from datasvc.shards import ingest
+from datasvc.shards import ingest, open_dataset
+from datasvc.shards.views.named import save_view
 from tests.cli.command import run as run_command
 from tests.node.conftest import OBJECT_BYTES
 
@@ -65,6 +66,7 @@ def test_the_bytes_of_a_staging_job_are_its_progress(run, pets):
         ({"ref": "pets", "split": "test"}, NotFoundError, "has no split"),
         ({"ref": "pets", "repo": "/nowhere"}, NotFoundError, "does not read /nowhere"),
         ({"ref": "Pets!"}, ConfigError, "responds 400 Bad Request: "),
+        ({"ref": "pets@1[label = 0]"}, ConfigError, r"pets@1\[label = 0\] has a condition, and a node stages stored"),
     ],
     ids=str,
 )
@@ -72,6 +74,16 @@ def test_the_error_of_a_node_that_cannot_stage_is_passed_on(run, pets, wanted, k
     node = run(repositories=(pets.url,))
     with pytest.raises(kind, match=message):
         NodeClient(node.url).stage(**wanted)
+
+
+def test_a_node_stages_the_shards_of_a_stored_view(run, pets):
+    split = open_dataset(pets, "pets")["train"]
+    first = split.where(f"key = '{split[0]['key']}'")
+    save_view(pets, "first", first)
+    node = run(repositories=(pets.url,))
+    job = NodeClient(node.url).stage("pets[first]", split="train")
+    assert (job["ref"], job["total_bytes"]) == (f"pets@1[{first.digest}]", first.table.size_bytes)
+    assert first.table.size_bytes < split.table.size_bytes
 
 
 @pytest.mark.parametrize("num_lost", [4, 5])

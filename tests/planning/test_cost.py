@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from datasvc.cache.sources.range_requests import PART_BYTES
+from datasvc.cache.sources.origin_source import PART_BYTES
 from datasvc.errors import ConfigError
 from datasvc.order import OrderConfig
 from datasvc.planning.cache import Rates, Workload, forecast

@@ -5,6 +5,7 @@ import pytest
 from datasvc.errors import ConflictError
 from datasvc.repository.branching import create_branch
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.history.columns import label
 from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
@@ -34,6 +35,17 @@ def test_a_picture_in_two_classes_is_reported_by_ingest_and_verify(repository, t
     output = run("verify", "pets", "--repo", repository.url)
     assert output.returncode == 3
     assert "train/dog/3.jpg has the label 'dog', and train/cat/2.jpg with the same content 'cat'" in output.stdout
+
+
+def test_contradicting_labels_are_resolved_by_a_correction(repository, tmp_path):
+    """BMEII-AI/RadImageNet#17, jhl-Det/CVA-Net#27: what `verify` lists, `label` corrects, without a new ingest."""
+    source = {"cat/1.jpg": 1, "cat/2.jpg": 2, "dog/3.jpg": 2}
+    ingest(repository, write(tmp_path / "a", source), "pets", keep_order=True)
+    label(repository, "pets", "key = 'dog/3.jpg'", "cat")
+    assert not verify(repository, "pets", deep=True).conflicts
+    label(repository, "pets", "key = 'cat/1.jpg'", "dog")
+    more = ingest(repository, write(tmp_path / "b", {"cat/9.jpg": 1}), "pets", append=True)
+    assert pairs(more.conflicts) == [("cat/9.jpg", "cat", "cat/1.jpg", "dog")]
 
 
 def test_a_picture_that_is_appended_under_another_label_is_reported_once(repository, tmp_path):

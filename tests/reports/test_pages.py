@@ -73,6 +73,7 @@ def test_a_picture_is_shown_in_its_size(ui):  # noqa: F811
     with urllib.request.urlopen(ui.url + link) as response:
         assert response.headers["Content-Type"] == "image/jpeg"
         assert Image.open(io.BytesIO(response.read())).size == (32, 32)
+        assert response.headers["Cache-Control"] == "no-store"  # a purge may remove it
 
 
 def test_the_page_of_a_data_set_begins_with_some_of_its_samples(ui):  # noqa: F811

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from datasvc.api.gc import gc
+from datasvc.api.gc import gc, gc_at
 from datasvc.errors import NotFoundError
 from datasvc.models import save
 from datasvc.models.registry.verify import every_version
@@ -25,7 +25,7 @@ def removed(repository):
         write_version(repository, "pets", {"train": [[{"key": f"{step}", "text": "x"}]]})
     remove_versions(repository, "models", ["cnn@1"])
     remove_versions(repository, "datasets", ["pets@1"])
-    assert gc(repository, grace_s=0, no_writers=True, dry_run=False, now_s=2**33).objects
+    assert gc_at(repository, 2**33, grace_s=0, dry_run=False).objects
     return repository
 
 

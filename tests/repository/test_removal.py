@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from datasvc.api.gc import GRACE_S, gc
+from datasvc.api.gc import GRACE_S, gc, gc_at
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.logs.removals import Removals
@@ -48,10 +48,10 @@ def test_gc_frees_the_shards_that_only_removed_versions_have(pets):
     with pytest.raises(NotFoundError, match=r"pets@1 was removed on .* \(wrong labels\); pets still has 3"):
         open_dataset(pets, "pets@1")
     assert gc(pets, dry_run=False).objects == ()  # a running reader may have the version open
-    freed = {info.digest for info in gc(pets, dry_run=False, now_s=LATER).objects}
+    freed = {info.digest for info in gc_at(pets, LATER, dry_run=False).objects}
     assert freed == first - third
     assert verify(pets, "pets@3", deep=True).problems == ()
-    assert gc(pets, dry_run=False, now_s=LATER).objects == ()
+    assert gc_at(pets, LATER, dry_run=False).objects == ()
 
 
 def test_numbers_are_not_used_again_and_the_next_version_continues_the_newest_that_is_left(pets):
@@ -137,7 +137,7 @@ def test_tags_are_restored_if_a_removal_is_interrupted(pets, monkeypatch, error,
 def test_a_removed_version_is_described_by_its_entry(pets):
     assert describe_version(pets, "pets@1")["splits"]["train"]["columns"] == {"key": "string", "text": "string"}
     remove(pets, "pets@1", message="wrong")
-    gc(pets, dry_run=False, now_s=LATER)
+    gc_at(pets, LATER, dry_run=False)
     facts = describe_version(pets, "pets@1")
     assert (facts["removed"], facts["removal"]["message"]) == (True, "wrong")
     assert facts["splits"]["train"]["samples"] == 3

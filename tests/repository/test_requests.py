@@ -108,8 +108,8 @@ def test_a_data_set_is_described_by_one_listing_its_entry_and_a_table_per_split(
         write_version(Repository.create(store.url), "pets", {"train": samples, "val": samples})
         before = len(store.requests)
         describe_dataset(open_dataset(Repository.open(store.url), "pets"))
-        # The marker, the entry and both tables are read.
-        assert Counter(operation for operation, _ in store.requests[before:]) == {"read": 4, "list": 1}
+        # The marker, the entry and both tables are read; of each table, whether a purge has changed its shards.
+        assert Counter(operation for operation, _ in store.requests[before:]) == {"read": 4, "list": 1, "info": 2}
 
 
 def test_the_stores_own_requests_of_describing_a_version_are_as_few():

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 
-from datasvc.repository import Resolved
+from datasvc.repository import Repository, Resolved
 from datasvc.shards import open_dataset
 from datasvc.shards.format.digests import digest_batch
 from datasvc.shards.format.reader import open_shard
@@ -15,6 +15,7 @@ from datasvc.shards.format.schema import LABEL, shard_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.format.writer import ShardWriter
 from datasvc.shards.ingestion.duplicates import store_quarantine
+from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.deletions import load_deletions
 
 TEXT_SCHEMA = shard_schema([pa.field("key", pa.string(), nullable=False), pa.field("text", pa.string())])
@@ -103,6 +104,14 @@ def commit_between(monkeypatch, repository, other):
         return append(self, build_late, **options)
 
     monkeypatch.setattr(log, "append", append_late)
+
+
+def create_pets(folder, sample):
+    """Create a repository in which pets@1 has the samples a to f in three shards, and pets@2 is without f."""
+    repository = Repository.create(str(folder))
+    write_version(repository, "pets", {"train": [[sample(key) for key in pair] for pair in ("ab", "cd", "ef")]})
+    delete(repository, "pets", keys=["f"])
+    return repository
 
 
 def write_version(repository, name, splits, schema=TEXT_SCHEMA, classes=(), *, indexed=True, message="", bad=()):

@@ -15,7 +15,7 @@ from tools.bench.__main__ import MODULES
 from tools.bench.photos import write_photos
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 def run(program, *arguments):
@@ -26,7 +26,7 @@ def run(program, *arguments):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=570,  # only bounds a hang: the trainer's takes two minutes of processor time
+        timeout=870,  # only bounds a hang: the trainer's takes two minutes of processor time
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -151,6 +151,15 @@ def test_the_time_of_a_new_point_and_the_bytes_of_a_refresh_are_measured():
 
 
 @pytest.mark.long
+def test_the_cost_of_signals_is_measured_part_by_part():
+    sizes = ("--steps", 1, "--calls", 3, "--save-every", 3, "--batch", 4, "--model", "small-cnn")
+    found = run_json("signals", "--repeats", 2, *sizes)
+    assert [row["name"] for row in found["rows"]] == ["step", "loss of each sample", "record", "file of a save / 3"]
+    assert found["ratios"][-1]["name"] == "all that is added / step"
+    assert found["ratios"][-1]["min"] > 0
+
+
+@pytest.mark.long
 def test_the_cost_of_a_run_log_is_measured_in_both_ways():
     sizes = ("--steps", 5, "--width", 8, "--batch", 2, "--step-ms", 0.1)
     found = run_json("run_log", "--repeats", 2, *sizes)
@@ -169,7 +178,7 @@ def test_the_cost_of_a_run_log_is_measured_in_both_ways():
 
 @pytest.mark.long
 def test_hierarchical_allreduces_are_measured_beside_flat_ones_and_predicted():
-    found = run_on_nodes("hierarchical", "--repeats", 2, "--mbit", 1000, "--sizes", 1)
+    found = run_on_nodes("hierarchical", "--mbit", 1000, "--sizes", 1)
     assert [ratio["name"].rpartition(": ")[2] for ratio in found["ratios"]] == [
         "flat / hierarchical",
         "predicted / measured, flat",
@@ -177,7 +186,7 @@ def test_hierarchical_allreduces_are_measured_beside_flat_ones_and_predicted():
     ]
 
 
-def run_on_nodes(program, *arguments):
+def run_on_nodes(program, *arguments, repeats=2):
     """Run a benchmark that makes network namespaces, or skip where the machine refuses them."""
     try:
         tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode
@@ -185,16 +194,29 @@ def run_on_nodes(program, *arguments):
         tried = 1
     if tried or not all(map(shutil.which, ("ip", "tc", "nsenter"))):
         pytest.skip("this machine refuses network namespaces, or has no iproute2")
-    found = run_json(program, *arguments)
-    check(found, repeats=2)
+    found = run_json(program, "--repeats", repeats, *arguments)
+    check(found, repeats=repeats)
     return found
 
 
 @pytest.mark.long
 def test_chosen_buckets_are_measured_beside_a_grid_of_sizes():
-    found = run_on_nodes("buckets", "--repeats", 2, "--steps", 1, "--backward-ms", 20, "--grid", 1, 25)
+    found = run_on_nodes("buckets", "--steps", 1, "--backward-ms", 20, "--grid", 1, 25)
     assert [row["name"] for row in found["rows"]] == ["auto", "1 MiB", "25 MiB"]
     assert len(found["ratios"]) == 3
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="this machine has no TUN devices")
+def test_averaging_every_few_steps_sends_the_inverse_of_these_steps_in_bytes():
+    found = run_on_nodes("averaging", "--steps", 16, "--compute-ms", 5, "--delay-ms", 1)
+    ratios = {ratio["name"]: ratio["median"] for ratio in found["ratios"]}
+    assert ratios["bytes: bsp / local:4"] == pytest.approx(4, rel=0.02)
+    assert ratios["bytes: bsp / local:16"] == pytest.approx(16, rel=0.02)
+    assert ratios["bytes: bsp / diloco:16:fragments=4,delay=2"] == pytest.approx(16, rel=0.02)
+    # A byte for 4, and 4 bytes for 512 of them. So few bytes that those of idle cycles of the engine count.
+    codec = ratios["bytes: bsp / diloco:16:fragments=4,delay=2,codec=int8"]
+    assert codec == pytest.approx(16 * 4 / (1 + 4 / 512), rel=0.05)
 
 
 @pytest.mark.long
@@ -212,7 +234,16 @@ def test_the_memory_of_layouts_is_measured_beside_that_of_data_parallelism():
 
 @pytest.mark.long
 def test_compressed_gradients_are_measured_by_accuracy_and_bytes():
-    found = run_on_nodes("compressed_gradients", "--repeats", 2, "--epochs", 1)
+    found = run_on_nodes("compressed_gradients", "--epochs", 1)
     (ratio,) = found["ratios"]
     assert ratio["name"] == "none / powersgd:2, bytes"
     assert ratio["min"] > 1
+
+
+@pytest.mark.long
+def test_the_advice_on_compressions_is_measured_beside_steps_with_each():
+    found = run_on_nodes("compression_advice", "--steps", 2, repeats=1)
+    compressions = ["fp16", "quantized:int8", "quantized:onebit"]
+    assert [row["name"] for row in found["rows"]] == ["none", *compressions]
+    names = [f"{name}: predicted / measured gain" for name in compressions]
+    assert [ratio["name"] for ratio in found["ratios"]][1::2] == names

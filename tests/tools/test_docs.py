@@ -4,16 +4,20 @@ import ast
 import functools
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.main import get_command
 
+import datasvc
 from datasvc.cli.main import make_app
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
+from tests.cli.command import run
 from tests.shards.export.contents import write_photos
 from tests.support.doc_blocks import FENCE, Block, read_blocks, replace_in, run_blocks
 from tests.support.pages import ROOT, all_pages, find_page
@@ -93,6 +97,29 @@ def test_every_command_of_the_page_on_export_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_every_command_and_program_of_the_page_on_choosing_samples_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("digits")
+    for number in range(200):
+        path = folder / ("val" if number % 7 == 0 else "train") / str(number % 10) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8 + number, 8), (number, 0, 0)).save(path)
+    datasvc.ingest(str(folder), "digits", repo="demo-run/repo", workers=1)
+    names = {}
+    for block in read_blocks("choose-samples.md"):
+        if block.language == "python":
+            exec(compile(block.text, block.place, "exec"), names)
+            continue
+        for line in block.text.splitlines():
+            words = shlex.split(line.replace("demo-run/", f"{tmp_path}/demo-run/"), comments=True)
+            done = run(*words[1:])
+            assert done.returncode == 0, (line, done.stderr)
+    assert set(repo_views := names["repo"].datasets.views("digits")) == {"small", "threes"}
+    assert repo_views["small"].samples == len(names["small"]) > 0
+    assert len(names["some"]) == sum(1 for number in range(200) if number % 7 and number % 10 in {3, 5})
+    assert len(names["first"]) + len(names["second"]) == len(names["train"])
+
+
 def test_every_command_of_the_page_on_branches_runs(tmp_path):
     blocks = [block for block in read_blocks("branches.md") if block.language]
     printed = run_blocks(blocks, tmp_path)
@@ -105,6 +132,29 @@ def test_every_command_of_the_page_on_branches_runs(tmp_path):
         "cat1": "of the branch", "cat3": "cat3", "dog2": "dog2", "emu1": "emu1", "emu2": "emu2"
     }  # fmt: skip
     assert "[8, None]" in printed
+
+
+def test_every_command_of_the_page_on_removal_runs(tmp_path):
+    printed = run_blocks([block for block in read_blocks("remove-data.md") if block.language], tmp_path)
+    assert "would purge 2 samples: ann1, ann2" in printed
+    assert "versions: people@1 (2), people@2 (1)" in printed
+    assert "people@1 (2 purged)" in printed
+    assert "ann1\t\nann2\t" in printed
+    assert json.loads((tmp_path / "certificate.json").read_text())["complete"]
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_on_corrected_labels_runs(tmp_path):
+    printed = run_blocks([block for block in read_blocks("correct-labels.md") if block.language], tmp_path)
+    assert "would change 2 train samples of pets@2" in printed
+    (relabelled,) = re.findall(r"relabelled: 3 \((.*)\)", printed)
+    assert sorted(relabelled.split(", ")) == ["3 dog to cat", "4 cat to dog", "6 cat to dog"]
+    assert "label and label_bob agree on 2 of 6 samples" in printed
+    split = open_dataset(Repository.open(str(tmp_path / "repo")), "pets")["train"]
+    classes = {sample["key"]: sample.class_name for sample in split}
+    assert classes == {"1": "cat", "2": "cat", "3": "cat", "4": "dog", "5": "cat", "6": "dog"}
+    assert {sample["key"]: sample["score"] for sample in split if sample["score"]} == {"1": 0.25, "2": 0.5}
+    assert not split.table.overlays.groups
 
 
 @pytest.mark.slow

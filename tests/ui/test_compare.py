@@ -48,15 +48,15 @@ def test_one_comparison_is_measured_at_a_time_and_kept(layers, monkeypatch):
     monkeypatch.setattr(caches, "_PATIENCE_S", 0.0)
     changes = MeasuredChanges(str(layers))
     gate = Gate()
-    monkeypatch.setattr(caches, "diff_in_process", gate.before(lambda *compared: compared))
+    monkeypatch.setattr(caches, "call_in_process", gate.before(lambda *given, command: given))
     with ThreadPoolExecutor() as pool:
         first = pool.submit(changes.diff, "net@1", "net@2")
         gate.begun.wait()
-        with pytest.raises(UnavailableError, match=r"from net@2 to net@1 is not measured yet.*one at a time"):
+        with pytest.raises(UnavailableError, match=r"from net@2 to net@1 is not ready yet.*one at a time"):
             changes.diff("net@2", "net@1")
         gate.open()
-        assert first.result() == (str(layers), "net@1", "net@2")
-    monkeypatch.delattr(caches, "diff_in_process")
+        assert first.result() == (str(layers), "datasvc.models.registry.diff:diff", "net@1", "net@2")
+    monkeypatch.delattr(caches, "call_in_process")
     assert changes.diff("net@1", "net@2") is first.result()
 
 

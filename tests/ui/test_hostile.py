@@ -5,11 +5,16 @@ import json
 import re
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from urllib.parse import quote, urlencode
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 import datasvc
+from datasvc.loaders import ImageLoader
+from datasvc.models import ConsumptionTracker
 from datasvc.runs import RunLog
 from datasvc.shards.format.schema import image_schema
 from datasvc.shards.sources.common.source import BadSample
@@ -135,6 +140,18 @@ def write_hostile_run(repository):
     return log.ref
 
 
+def record_hostile_samples(repo, run):
+    """Record a signal of samples with hostile keys, and a version of the run that was trained on them."""
+    split = repo.dataset("odd@1")["train"]
+    with ImageLoader(split, batch_size=25, training=True, seed=0, decode="cpu", size=16) as loader:
+        repo.runs.record(run, loader)
+        tracker = ConsumptionTracker(loader)
+        for batch in loader:
+            loader.record(batch, np.arange(25.0))
+        uses = [tracker.use(), replace(tracker.use(), purpose="evaluation")]
+        repo.models.save("cnn", {"w": np.zeros(1)}, step=2, data=uses, run=run)
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """The pages of a repository, a node and a ledger in which everything that may be named has a hostile name."""
@@ -147,6 +164,15 @@ def hostile(tmp_path_factory):
         splits, schema = {"train": [samples]}, image_schema(labelled=True)
         write_version(repo.repository, "odd", splits, schema, HOSTILE, message=message, bad=bad)
         samples = samples[1:]
+    table = pa.table({"key": HOSTILE[2:5], "label": HOSTILE[5:8]})
+    repo.datasets.columns.set("odd", "label", table)
+    quoted = HOSTILE[26].replace("'", "''")
+    repo.datasets.save_view("some", repo.dataset("odd@1")["train"].where(f"key <> '{quoted}'"), message=HOSTILE[0])
+    schema = image_schema(labelled=True)
+    gone = [{"key": text, "label": 0, "image": jpeg(seed=9), "width": 40, "height": 30} for text in HOSTILE]
+    write_version(repo.repository, "gone", {"train": [gone]}, schema, HOSTILE[:1])
+    repo.datasets.purge("gone", keys=HOSTILE, by=HOSTILE[0], message=HOSTILE[1], dry_run=False)
+    certificate = repo.datasets.list_certificates("gone")[0]["certificate"]
     for step in (1, 2):
         repo.models.save(
             "net",
@@ -170,6 +196,7 @@ def hostile(tmp_path_factory):
         ) as server,
     ):
         runs = [write_hostile_run(repo.repository) for _ in range(2)]
+        record_hostile_samples(repo, runs[0])
         compared = {f"run:{ref}": "1" for ref in (*runs, *SOME)}
         yield (
             server,
@@ -178,9 +205,11 @@ def hostile(tmp_path_factory):
                 "/search": [f"/search?q={quote(text)}" for text in SOME],
                 "/datasets": ["/datasets"],
                 "/datasets/{ref}": ["/datasets/odd@2", f"/datasets/odd?{urlencode({'where': HOSTILE[0]})}"],
-                "/diff/{old}/{new}": ["/diff/odd@1/odd@2"],
+                "/diff/{old}/{new}": ["/diff/odd@1/odd@2", "/diff/odd@2/odd@3"],
+                "/datasets/{ref}/certificates/{certificate}": [f"/datasets/gone/certificates/{certificate}"],
                 "/datasets/{ref}/samples/{split}": [
                     "/datasets/odd@1/samples/train",
+                    "/datasets/odd[some]/samples/train",
                     f"/datasets/odd@1/samples/train?{urlencode({'where': HOSTILE[0], 'order': HOSTILE[1]})}",
                 ],
                 "/datasets/{ref}/samples/{split}/{position}": [
@@ -188,7 +217,11 @@ def hostile(tmp_path_factory):
                 ],
                 "/datasets/{ref}/samples/{split}/{position}/image/{column}": [],
                 "/models": ["/models"],
-                "/models/{ref}": ["/models/net@2", f"/models/net?{urlencode({'metric': HOSTILE[0]})}"],
+                "/models/{ref}": [
+                    "/models/cnn@1?evaluated=1",
+                    "/models/net@2",
+                    f"/models/net?{urlencode({'metric': HOSTILE[0]})}",
+                ],
                 "/lineage/{ref}": ["/lineage/net@2", f"/lineage/odd@1?{urlencode({'key': HOSTILE[0]})}"],
                 "/audit/{ledger}": [f"/audit/{quote(ledger.name)}"],
                 "/compare": ["/compare"],
@@ -196,6 +229,12 @@ def hostile(tmp_path_factory):
                 "/runs": ["/runs"],
                 "/runs/compare": [f"/runs/compare?{urlencode(compared | dict.fromkeys(SOME, '1'))}"],
                 "/runs/{name}/{id}": [f"/runs/{runs[0]}"],
+                "/runs/{name}/{id}/batch": [f"/runs/{runs[0]}/batch?step=1", f"/runs/{runs[0]}/batch?rank=x"],
+                "/runs/{name}/{id}/batch/image/{column}": [],
+                "/runs/{name}/{id}/signals/{signal}": [
+                    f"/runs/{runs[0]}/signals/loss",
+                    f"/runs/{runs[0]}/signals/a<",
+                ],
                 "/cluster": ["/cluster"],
                 "/planner": ["/planner?data=odd@1", f"/planner?{urlencode({'costs': HOSTILE[5]})}"],
             },

@@ -47,6 +47,28 @@ def open_huge(url: str) -> dict[str, float]:
     return laps.seconds | {"samples": number, "peak_gb": peak_bytes() / 1e9}
 
 
+def open_view(url: str, digest: str) -> dict[str, float]:
+    """Open a view by the digest of its table, and find the stored rows of a batch of an epoch."""
+    laps = Laps()
+    import numpy as np
+
+    from datasvc.order import OrderConfig
+    from datasvc.repository import Repository
+    from datasvc.shards import Split
+
+    laps.mark("import")
+    imported_s = time.process_time()
+    view = Split("train", "huge@1", Repository.open(url), digest)
+    number = len(view)
+    laps.mark("open")
+    shards, rows = view.access_order(OrderConfig(seed=1), 0).locate(np.arange(1024) + number // 2)
+    for shard, row in zip(shards.tolist(), rows, strict=True):
+        view.stored_rows(shard, row[None])
+    laps.mark("locate")
+    processor_s = time.process_time() - imported_s
+    return laps.seconds | {"samples": number, "processor": processor_s, "peak_gb": peak_bytes() / 1e9}
+
+
 def resume_huge(url: str, shuffle: str, share: float) -> dict[str, float]:
     """Take a first batch of `huge@1`, then one from a state of another epoch, at this share of the samples."""
     from datasvc.loaders import TokenLoader
@@ -161,7 +183,7 @@ def reserve(folder: str, number: int) -> None:
     """Print a line, wait for one, reserve and complete empty objects, print a line, and wait for the end."""
     import secrets
 
-    from datasvc.cache.catalogue.lease import Lease
+    from datasvc.cache.catalogue.object_locks import Lease
     from datasvc.cache.process_handle import CacheFolder
     from datasvc.repository import Digest, ObjectInfo
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 import datasvc
+from datasvc.keyed_random import Integers
 from datasvc.models import DataUse, ReadSpan
 from datasvc.order import OrderConfig, OrderState, count_steps
 from datasvc.repository import ObjectInfo, Repository
@@ -67,11 +68,15 @@ def open_version(options: Options) -> Report:
 
 def write_table(url: str, num_shards: int) -> None:
     """Commit a version whose shards do not exist: nothing of opening reads them."""
-    repository = Repository.create(url)
+    table = make_table(num_shards, np.full(num_shards, SAMPLES_PER_SHARD))
+    commit_table(Repository.create(url), "huge", table, before=[table])
+
+
+def make_table(num_shards: int, counts: Integers) -> ShardTable:
+    """Return the table of shards that do not exist, with `counts` samples, `int64[num_shards]`."""
     one = ShardTable.build([], image_schema(labelled=True), ["cat", "dog"])
     generator = np.random.default_rng(0)
     digests = pa.array([generator.bytes(32) for _ in range(num_shards)], pa.binary(32))
-    counts = np.full(num_shards, SAMPLES_PER_SHARD)
     columns = {
         "digest": digests,
         "samples": counts,
@@ -83,8 +88,7 @@ def write_table(url: str, num_shards: int) -> None:
         "deleted": np.zeros(num_shards, np.int64),
     }
     rows = pa.table(columns, schema=one.rows.schema)
-    table = ShardTable(rows, one.sample_schema, one.classes)
-    commit_table(repository, "huge", table, before=[table])
+    return ShardTable(rows, one.sample_schema, one.classes)
 
 
 @bench(repeats=5, shards=2_250_000)

@@ -30,17 +30,7 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH
 from tools.bench import fresh
 from tools.bench.loader_peers import PEERS, installed_peers, rate_peer
 from tools.bench.photos import ingest_photos, staged_photos
-from tools.bench.runner import (
-    ROOT,
-    Options,
-    Report,
-    bench,
-    call_apart,
-    call_command,
-    column,
-    environment,
-    run_rounds,
-)
+from tools.bench.runner import ROOT, Options, Report, bench, call_apart, call_command, column, environment, run_rounds
 
 LOADER, NUMPY, MEMORY, DALI, VIEWS = "ImageLoader", "ImageLoader.numpy()", "own_in_memory", "dali_in_memory", "views"
 PREFETCH = 2

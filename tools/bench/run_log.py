@@ -112,10 +112,12 @@ class StepTurns:
         first, self._first = self._first, self._first + self._num_steps
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         for number in range(first, self._first):
-            loss = step(recorder.begin_step(number))
+            recorder.timer.restart()
+            loss = step(recorder.timer.begin_parts(number))
+            recorder.timer.end_step()
             facts: dict[str, Any] = {"epoch": 0, "progress": number / 1e6, "coverage": 0.5, "loss": loss, "rate": 0.1}
             facts |= {"images_per_s": 1.0, "unit": "images"}
-            recorder.report_step(number, step_s=0.01, wait_s=0.0, facts=facts)
+            recorder.report_step(number, recorder.timer.take(), facts)
             recorder.report_diagnosis(number, dict)
             recorder.compare_ranks(number)
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s

@@ -23,6 +23,7 @@ from torch import Tensor
 import datasvc.trainer as hvd
 from datasvc.planning.cluster import Cluster, Link, all_ranks, all_reduce_s
 from datasvc.trainer.recipes.models import build_model
+from tools.bench.delayed_link import relay
 from tools.bench.ranks import say, time_block
 from tools.bench.runner import ROOT, Options, Report, bench, call_command, environment, turns
 
@@ -220,17 +221,7 @@ def shaped_nodes(bytes_per_s: float) -> Iterator[list[int]]:
     Exits with a message where the machine refuses namespaces.
     """
     with ExitStack() as stack:
-        holders = []
-        for _ in range(NUM_NODES):
-            # It lasts as long as its input is open, so nothing is left behind however this program ends.
-            command = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"]
-            holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            stack.callback(holder.communicate)
-            assert holder.stdout is not None
-            if holder.stdout.readline() != "up\n":
-                sys.exit("this machine refuses network namespaces; run as root, with iproute2 and util-linux")
-            holders.append(holder.pid)
-        first, second = holders
+        first, second = holders = [_start_node(stack) for _ in range(NUM_NODES)]
         _run(first, "ip", "link", "add", "name", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second))
         for node, address in zip(holders, _ADDRESSES, strict=True):
             _run(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
@@ -238,6 +229,36 @@ def shaped_nodes(bytes_per_s: float) -> Iterator[list[int]]:
             queue = ["tbf", "rate", f"{round(bytes_per_s * 8)}bit", "burst", "128kb", "limit", "512kb"]
             _run(node, "tc", "qdisc", "replace", "dev", "eth0", "root", *queue)
         yield holders
+
+
+@contextmanager
+def delayed_nodes(bytes_per_s: float, delay_s: float) -> Iterator[list[int]]:
+    """As `shaped_nodes`, with a delay of the link in each direction."""
+    with ExitStack() as stack:
+        holders = [_start_node(stack) for _ in range(NUM_NODES)]
+        command = call_command(relay, *holders, bytes_per_s, delay_s)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        stack.callback(process.communicate)
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            sys.exit("this machine refuses TUN devices; run as root, with /dev/net/tun")
+        for node, address in zip(holders, _ADDRESSES, strict=True):
+            _run(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+            _run(node, "ip", "link", "set", "dev", "eth0", "mtu", "65000", "up")
+        yield holders
+
+
+def _start_node(stack: ExitStack) -> int:
+    # It lasts as long as its input is open, so nothing is left behind however this program ends.
+    command = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stack.callback(holder.communicate)
+    assert holder.stdout is not None
+    if holder.stdout.readline() != "up\n":
+        sys.exit("this machine refuses network namespaces; run as root, with iproute2 and util-linux")
+    return holder.pid
 
 
 def run_on_nodes(

@@ -12,6 +12,7 @@ import torch
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.job import capabilities
+from datasvc.trainer.job.submit import is_power_of_two
 from datasvc.trainer.ops.autograd import choose_op
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def get_average_backwards_compatibility_fun(
 
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Return whether the number of ranks is a power of two, as Adasum requires."""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+    return num_rank > 0 and is_power_of_two(num_rank)
 
 
 def split_list(l: Sequence[T], n: int) -> list[list[T]]:  # noqa: E741 - Horovod's name

@@ -31,141 +31,135 @@ _PROGRAM = "import sys; sys.path[:] = {paths!r}; from datasvc.trainer.function.w
 
 
 def run(
-    func: Callable[..., Any],
+    func: Callable[..., Any],  # calls `hvd.init()` first if it communicates with the other ranks
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    num_proc: int | None = None,
-    min_num_proc: int | None = None,
+    num_proc: int | None = None,  # number of ranks, by default 1
+    min_num_proc: int | None = None,  # this, `max_num_proc` or `host_discovery_script` makes the job elastic
     max_num_proc: int | None = None,
-    slots: int | None = None,
-    reset_limit: int | None = None,
-    cooldown_range: tuple[float, float] | None = None,
-    hosts: str | None = None,
-    hostfile: str | os.PathLike[str] | None = None,
-    host_discovery_script: str | None = None,
-    start_timeout: float | None = None,
+    slots: int | None = None,  # slots (ranks) of each host whose number of slots is not given
+    reset_limit: int | None = None,  # changes of the ranks after which an elastic job ends
+    cooldown_range: tuple[float, float] | None = None,  # minimum and maximum seconds without ranks of a failed host
+    hosts: str | None = None,  # "a:2,b:2"; by default this machine
+    hostfile: str | os.PathLike[str] | None = None,  # has lines "a slots=2"
+    host_discovery_script: str | None = None,  # prints the hosts
+    start_timeout: float | None = None,  # seconds in which all ranks must start; elastic jobs continue without others
     ssh_port: int | None = None,
     ssh_identity_file: str | os.PathLike[str] | None = None,
     disable_cache: bool | None = None,  # noqa: ARG001 - Horovod's argument; this launcher has no checks to cache
-    output_filename: str | os.PathLike[str] | None = None,
-    verbose: bool | int | None = False,
-    use_gloo: bool | None = None,
-    use_mpi: bool | None = None,
+    output_filename: str | os.PathLike[str] | None = None,  # folder for `rank.N/stdout` and `rank.N/stderr`
+    verbose: bool | int | None = False,  # whether to print the host and the command of each rank
+    use_gloo: bool | None = None,  # ignored, because Gloo is always used
+    use_mpi: bool | None = None,  # ignored with a warning, like `mpi_args`, because there is no MPI
     mpi_args: str | None = None,
-    network_interface: str | None = None,
-    network_interfaces: Sequence[str] | str | None = None,
-    executable: str | os.PathLike[str] | None = None,
-    np: int | None = None,
+    network_interface: str | None = None,  # older name of `network_interfaces`
+    network_interfaces: Sequence[str] | str | None = None,  # those that connect the hosts: a list, or "eth0,eth1"
+    executable: str | os.PathLike[str] | None = None,  # Python of the ranks, of the same version and packages
+    np: int | None = None,  # older names of `num_proc`, `min_num_proc` and `max_num_proc`
     min_np: int | None = None,
     max_np: int | None = None,
     *,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,  # environment of the ranks; None: that of this process
 ) -> list[Any]:
-    """Run `func(*args, **kwargs)` as a data-parallel job, with one process per rank.
+    """Run `func(*args, **kwargs)` as a data-parallel job of one process per rank; return the results in rank order.
 
-    cloudpickle sends the function and its arguments, so functions of scripts, notebooks and closures work. The output
-    of the ranks is printed as by `datasvc.trainer.launch`. Ctrl-C is forwarded only if the main thread calls `run`.
-
-    Args:
-        func: function that every rank calls; it calls `hvd.init()` first if it communicates with the other ranks.
-        args: positional arguments of the function.
-        kwargs: keyword arguments of the function.
-        num_proc: number of ranks, by default 1.
-        min_num_proc: minimum number of ranks; makes the job elastic.
-        max_num_proc: maximum number of ranks; makes the job elastic.
-        slots: number of slots (ranks) of each host whose number of slots is not given.
-        reset_limit: number of changes of the ranks after which an elastic job ends.
-        cooldown_range: minimum and maximum seconds for which a host gets no ranks after a failure.
-        hosts: hosts of the form `a:2,b:2`; by default this machine.
-        hostfile: path of a file with lines `a slots=2`.
-        host_discovery_script: script that prints the hosts; makes the job elastic.
-        start_timeout: seconds in which all ranks must start. Otherwise the job ends, but an elastic job continues
-            without the ranks that have not started.
-        ssh_port: port of the ssh servers of other hosts.
-        ssh_identity_file: private key for other hosts.
-        disable_cache: ignored.
-        output_filename: folder for the files `rank.N/stdout` and `rank.N/stderr`.
-        verbose: whether to print the host and the command of each rank.
-        use_gloo: ignored, because gloo is always used.
-        use_mpi: ignored with a warning, because there is no MPI.
-        mpi_args: ignored with a warning.
-        network_interface: older name of `network_interfaces`.
-        network_interfaces: names of the interfaces that connect the hosts, as a list or a text with commas.
-        executable: Python interpreter for the ranks; it needs the same version and packages as this one.
-        np: older name of `num_proc`.
-        min_np: older name of `min_num_proc`.
-        max_np: older name of `max_num_proc`.
-        env: environment of the ranks; None for that of this process.
-
-    Returns:
-        The results in rank order; for an elastic job, those of the ranks that reached the end.
+    cloudpickle sends the function, so those of scripts, notebooks and closures work. Output is printed as by
+    `datasvc.trainer.launch`. Ctrl-C is forwarded only if the main thread calls `run`. The results of an elastic job
+    are those of the ranks that reached the end.
 
     Raises:
-        HorovodInternalError: a rank ended without a result: it was killed, became unreachable, or called `os._exit`
-            or `sys.exit(0)`. An elastic job continues without such a rank. But it fails if no rank has a result, or
-            a rank called `sys.exit(0)`.
+        HorovodInternalError: a rank ended without a result: it was killed, became unreachable, or left the process.
+            An elastic job fails only if no rank has a result, or a rank called `sys.exit(0)`.
         TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments contradict each other, or are out of range.
-        Exception: the exception of the function on the first rank that failed; its `__cause__` has the traceback of
-            that rank.
+        Exception: that of the first rank that failed; its `__cause__` has the traceback of the rank.
     """
     _check_controller(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
     num_proc = _merge_aliases("np", np, "num_proc", num_proc)
     min_num_proc = _merge_aliases("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _merge_aliases("max_np", max_np, "max_num_proc", max_num_proc)
     interfaces = _merge_aliases("network_interface", network_interface, "network_interfaces", network_interfaces)
-    counts = {"num_proc": num_proc, "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "slots": slots}
+    _check_start_timeout(start_timeout)
+    _check_counts(num_proc=num_proc, min_num_proc=min_num_proc, max_num_proc=max_num_proc, slots=slots)
+    job = LaunchJob(
+        command=[str(executable or sys.executable)],  # of Python; `_run` adds the program
+        num_ranks=num_proc or min_num_proc or 1,
+        hosts=_read_hosts(hosts, hostfile, slots or 1),
+        remote=_remote_settings(ssh_port, ssh_identity_file, interfaces),
+        start_timeout_s=start_timeout,
+        output_folder=None if output_filename is None else Path(output_filename),
+        is_verbose=bool(verbose),
+    )
+    elastic = _choose_elastic(
+        job, min_num_proc, max_num_proc, host_discovery_script, slots, reset_limit, cooldown_range
+    )
+    call = pickle_call(func, tuple(args), dict(kwargs or {}))
+    return _run(job, elastic, dict(os.environ if env is None else env), call)
+
+
+def _check_start_timeout(start_timeout: float | None) -> None:
+    if start_timeout is not None and not start_timeout > 0:
+        raise ValueError(f"start_timeout is {start_timeout!r}; expected seconds above 0, or None for no limit")
+
+
+def _check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         # Compared with None, because 0 does not mean the default.
         if count is not None and (not isinstance(count, numbers.Integral) or count < 1):
             raise ValueError(f"{name} is {count!r}; expected a whole number of at least 1, or None for the default")
-    if start_timeout is not None and not start_timeout > 0:
-        raise ValueError(f"start_timeout is {start_timeout!r}; expected seconds above 0, or None for no limit")
-    num_ranks = num_proc or min_num_proc or 1
-    call = pickle_call(func, tuple(args), dict(kwargs or {}))
-    environ = dict(os.environ if env is None else env)
-    program = _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])
-    job = LaunchJob(
-        command=[str(executable or sys.executable), "-c", program],
-        num_ranks=num_ranks,
-        hosts=_read_hosts(hosts, hostfile, slots or 1),
-        remote=RemoteSettings(
-            ssh_port=ssh_port,
-            ssh_identity_file=None if ssh_identity_file is None else Path(ssh_identity_file),
-            network_interfaces=tuple(interfaces.split(",") if isinstance(interfaces, str) else interfaces or ()),
-        ),
-        start_timeout_s=start_timeout,
-        prefixes_lines=num_ranks > 1,
-        output_folder=None if output_filename is None else Path(output_filename),
-        is_verbose=bool(verbose),
+
+
+def _remote_settings(
+    ssh_port: int | None, identity_file: str | os.PathLike[str] | None, interfaces: Sequence[str] | str | None
+) -> RemoteSettings:
+    return RemoteSettings(
+        ssh_port=ssh_port,
+        ssh_identity_file=None if identity_file is None else Path(identity_file),
+        network_interfaces=tuple(interfaces.split(",") if isinstance(interfaces, str) else interfaces or ()),
     )
-    elastic = None
-    if not all(value is None for value in (min_num_proc, max_num_proc, host_discovery_script)):
-        elastic = ElasticOptions(
-            min_num_ranks=min_num_proc or num_ranks,
+
+
+def _choose_elastic(
+    job: LaunchJob,
+    min_num_proc: int | None,
+    max_num_proc: int | None,
+    script: str | None,
+    slots: int | None,
+    reset_limit: int | None,
+    cooldown_range: tuple[float, float] | None,
+) -> ElasticOptions | None:
+    """Return the elastic options of a job; None if it is not elastic: `ValueError` if it has such options then."""
+    if not all(value is None for value in (min_num_proc, max_num_proc, script)):
+        return ElasticOptions(
+            min_num_ranks=min_num_proc or job.num_ranks,
             max_num_ranks=max_num_proc,
-            discovery_script=host_discovery_script,
+            discovery_script=script,
             slots_per_host=slots,
             reset_limit=reset_limit,
             cooldown_range_s=cooldown_range,
         )
-    elif not (reset_limit is None and cooldown_range is None):
+    if not (reset_limit is None and cooldown_range is None):
         name = "cooldown_range" if reset_limit is None else "reset_limit"
         raise ValueError(
             f"{name} is for elastic jobs: give min_num_proc, max_num_proc or host_discovery_script as well"
         )
-    return _run(job, elastic, environ, call)
+    return None
 
 
 def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
-    """Run a job whose ranks make the pickled call; for results and errors, see `run`."""
+    """Run a job whose ranks make the pickled call in the Python of its command; for results and errors, see `run`."""
     # Only processes that have the key can fetch the call. The ranks get the key in their environment.
     key = secrets.token_bytes(32)
     # A discovery script may return any host, so the server then accepts connections from other hosts.
     has_discovery = elastic is not None and elastic.discovery_script is not None
     for_other_hosts = has_discovery or not all(is_local(host.name, environ) for host in job.hosts)
     server = CallServer(call, key=key, for_other_hosts=for_other_hosts)
-    job = dataclasses.replace(job, variables={**job.variables, PORT: str(server.port), KEY: key.hex()})
+    job = dataclasses.replace(
+        job,
+        command=[*job.command, "-c", _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])],
+        prefixes_lines=job.num_ranks > 1,
+        variables={**job.variables, PORT: str(server.port), KEY: key.hex()},
+    )
     with server.open():
         try:
             failure = run_job(job, elastic, environ)

@@ -1,4 +1,4 @@
-"""Compressors of tensors for communication: no compression, 16-bit types, and access to top-k and PowerSGD.
+"""Compressors of tensors for communication: no compression, 16-bit types, top-k, and access to the others.
 
 They are values of the argument `compression` of `DistributedOptimizer` and of the operations.
 """
@@ -8,20 +8,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
-from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, with_residual
+from datasvc.trainer.gradients.compression_with_memory import (
+    NUM_STEPS,
+    RESIDUAL,
+    VELOCITY,
+    CompressionWithMemory,
+    Memory,
+    count_step,
+    with_residual,
+)
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 from datasvc.trainer.gradients.power_sgd import PowerSGD
+from datasvc.trainer.gradients.quantized import Quantized
 from datasvc.trainer.job.process_sets import members_of
 from datasvc.trainer.job.submit import submit_allgather
 
 # See Aji and Heafield 2017; error feedback as in Stich et al. 2018 and Karimireddy et al. 2019.
+_WARMUP_STAGES = 5  # as the epochs of warm-up of Lin et al. 2018
 
 
 @dataclass(frozen=True)
@@ -34,22 +44,94 @@ class TopK(CompressionWithMemory):
 
     Args:
         ratio: fraction of the values of a parameter to send; at least one value is sent.
+        warmup_steps: number of initial steps with larger fractions, in five stages: the fraction of stage i is
+            `ratio ** (i / 5)`.
 
     Raises:
-        ValueError: `ratio` is not above 0, or is above 1.
+        ValueError: `ratio` is not above 0, or is above 1; `warmup_steps` is below 0.
     """
 
     ratio: float = 0.01
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.ratio <= 1.0:
             raise ValueError(f"the ratio of top-k must be above 0 and at most 1, not {self.ratio}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, not {self.warmup_steps}")
+
+    def ratio_at(self, step: int) -> float:
+        """Return the fraction of values that a step sends; steps count from 0."""
+        if step >= self.warmup_steps:
+            return self.ratio
+        return float(self.ratio ** ((1 + _WARMUP_STAGES * step // self.warmup_steps) / _WARMUP_STAGES))
 
     def make_bucket(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
         """Return a bucket that sends the largest values of the gradients instead of the gradients."""
-        return _TopKBucket(name, parameters, reduction, memory, self.ratio)
+        return _TopKBucket(name, parameters, reduction, memory, self)
+
+    def accumulate(self, parameter: Tensor, memory: dict[str, Any], num_ranks: int) -> Tensor:  # noqa: ARG002
+        """Return a new contiguous tensor: what the rank has of a parameter to send, of this and of earlier steps."""
+        return with_residual(parameter, memory).contiguous()
+
+    def forget_sent(self, indices: Tensor, memory: dict[str, Any]) -> None:
+        """Remove from the memory of a parameter what belongs to the sent values, whose indices are given."""
+
+
+@dataclass(frozen=True)
+class DeepGradientCompression(TopK):
+    """Top-k of momentum instead of gradients (Lin et al. 2018); each rank has a momentum of its own.
+
+    The optimizer must be SGD without momentum, because the momentum is applied here. The momentum of a sent value is
+    set to zero (the paper's momentum factor masking).
+
+    Args:
+        ratio: as for `TopK`.
+        warmup_steps: as for `TopK`.
+        momentum: factor of the momentum, from 0 to below 1.
+        clip_norm: maximum norm of a rank's gradient of a parameter, times the square root of the number of ranks;
+            None: not clipped.
+
+    Raises:
+        ValueError: as for `TopK`; `momentum` or `clip_norm` is out of range.
+    """
+
+    has_momentum: ClassVar[bool] = True
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"the momentum must be at least 0 and below 1, not {self.momentum}")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            raise ValueError(f"clip_norm must be above 0, not {self.clip_norm}")
+
+    def check(self, op: ReduceOp, optimizer: torch.optim.Optimizer) -> None:
+        """Check the reduction, and that the optimizer has no momentum. Raises ValueError: it has one."""
+        super().check(op, optimizer)
+        if any(group.get("momentum") for group in optimizer.param_groups):
+            raise ValueError("dgc applies the momentum itself; give it the momentum, and the optimizer momentum=0")
+
+    def accumulate(self, parameter: Tensor, memory: dict[str, Any], num_ranks: int) -> Tensor:
+        """Add the gradient to the rank's momentum, and return the sum of the momentum and the residual."""
+        velocity = with_residual(parameter, {}).contiguous()
+        if self.clip_norm is not None:
+            # In float32, because the squares of numbers above 256 are infinite in float16.
+            norm: Tensor = torch.linalg.vector_norm(velocity, dtype=torch.float32)
+            velocity *= (self.clip_norm / math.sqrt(num_ranks) / norm.clamp_min(1e-30)).clamp_max(1.0)
+        if VELOCITY in memory:
+            velocity.add_(memory[VELOCITY], alpha=self.momentum)
+        memory[VELOCITY] = velocity
+        return velocity + memory[RESIDUAL] if RESIDUAL in memory else velocity.clone()
+
+    def forget_sent(self, indices: Tensor, memory: dict[str, Any]) -> None:
+        """Set the momentum of the sent values to zero."""
+        memory[VELOCITY].view(-1)[indices] = 0
 
 
 def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
@@ -71,11 +153,16 @@ class _TopKBucket(Bucket):
     """A bucket that gathers the chosen values of all ranks, with their indices in the concatenated parameters."""
 
     def __init__(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory, ratio: float
+        self,
+        name: str,
+        parameters: Mapping[int, Tensor],
+        reduction: GradientReduction,
+        memory: Memory,
+        settings: TopK,
     ) -> None:
         super().__init__(name, parameters, reduction)
         self._memory = memory
-        self._ratio = ratio
+        self._settings = settings
         # By position of the parameter: the chosen values, and their indices in the flattened parameter.
         self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -103,10 +190,14 @@ class _TopKBucket(Bucket):
 
     def _take(self, position: int) -> None:
         memory = self._memory.setdefault(position, {})
-        residual = with_residual(self.parameters[position], memory).contiguous()
+        num_ranks = len(members_of(self.reduction.process_set))
+        residual = self._settings.accumulate(self.parameters[position], memory, num_ranks)
         # `take_largest` removes the sent values, so `residual` then is the unsent part of the gradient.
-        self._chosen[position] = take_largest(residual, self._ratio)
+        self._chosen[position] = take_largest(residual, self._settings.ratio_at(memory.get(NUM_STEPS, 0)))
         memory[RESIDUAL] = residual
+        self._settings.forget_sent(self._chosen[position][1], memory)
+        if self._settings.warmup_steps:
+            count_step(memory)
 
     def _send(self) -> Handle:
         values, indices, offset = [], [], 0
@@ -177,10 +268,12 @@ class BF16Compressor(_As16Bits):
 
 
 class Compression:
-    """The compressors under Horovod's names; `topk` and `powersgd` are additions, for `DistributedOptimizer` only."""
+    """The compressors under Horovod's names; those after `bf16` are additions, for `DistributedOptimizer` only."""
 
     none: Final = NoneCompressor
     fp16: Final = FP16Compressor
     bf16: Final = BF16Compressor
     topk: Final = TopK
+    dgc: Final = DeepGradientCompression
     powersgd: Final = PowerSGD
+    quantized: Final = Quantized

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
@@ -22,20 +23,35 @@ Memory = dict[int, dict[str, Any]]
 RESIDUAL = "residual"
 """Name of the unsent part of the gradients in a memory; it has the shape of the parameter."""
 
+VELOCITY = "velocity"
+"""Name of a rank's own momentum in a memory; it has the shape of the parameter."""
+
+OF_ONE_RANK = frozenset({RESIDUAL, VELOCITY})
+"""Names of the values that each rank has of its own; all others are equal on all ranks."""
+
+NUM_STEPS = "num_steps"
+"""Name of the number of steps so far in a memory."""
+
 
 @runtime_checkable
 class HasMemory(Protocol):
     """An optimizer that may use a compression with memory; `broadcast_optimizer_state` broadcasts the shared part."""
 
     def shared_memory(self) -> Memory:
-        """Return the part of the memory that must be equal on all ranks: everything except the residuals."""
+        """Return the part of the memory that must be equal on all ranks: everything except `OF_ONE_RANK`."""
 
     def adopt_shared_memory(self, memory: Memory) -> None:
-        """Replace the shared part of the memory by another rank's; keep the residuals."""
+        """Replace the shared part of the memory by another rank's; keep `OF_ONE_RANK`."""
 
 
 class CompressionWithMemory(ABC):
-    """Base class of compressions with memory, for `DistributedOptimizer` with Average or Sum."""
+    """Base class of compressions with memory, for `DistributedOptimizer` with Average or Sum.
+
+    Attributes:
+        has_momentum: whether it applies the momentum of the optimizer, also for a single rank.
+    """
+
+    has_momentum: ClassVar[bool] = False
 
     @abstractmethod
     def make_bucket(
@@ -51,7 +67,7 @@ class CompressionWithMemory(ABC):
         """
         raise ValueError(f"{self} stores the unsent part of gradients, so only DistributedOptimizer can use it")
 
-    def check(self, op: ReduceOp) -> None:
+    def check(self, op: ReduceOp, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002 - subclasses use it
         """Check that the reduction is linear, because error feedback sends one gradient in parts, in several steps.
 
         Raises:
@@ -62,15 +78,20 @@ class CompressionWithMemory(ABC):
 
 
 def copy_memory(memory: Memory, *, residuals: bool) -> Memory:
-    """Return a copy of the memory, with or without the residuals."""
+    """Return a copy of the memory, with or without the values of this rank alone, `OF_ONE_RANK`."""
     return {
         position: {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in values.items()
-            if residuals or name != RESIDUAL
+            if residuals or name not in OF_ONE_RANK
         }
         for position, values in memory.items()
     }
+
+
+def count_step(memory: dict[str, Any]) -> None:
+    """Count a step of a parameter in its memory."""
+    memory[NUM_STEPS] = memory.get(NUM_STEPS, 0) + 1
 
 
 def with_residual(parameter: Tensor, memory: dict[str, Any]) -> Tensor:

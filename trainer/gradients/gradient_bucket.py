@@ -29,11 +29,13 @@ class GradientReduction:
         predivide_factor: with Average, gradients are divided by this number before the sum, and the sum is divided by
             `size / predivide_factor`, with `size` ranks. But 1 divides by `size` before the sum, and not after it.
         process_set: ranks that take part.
+        round: round of outer gradients, compared between the ranks (dense and quantised buckets), see `Request`.
     """
 
     op: ReduceOp = ReduceOp.AVERAGE
     predivide_factor: float = 1.0
     process_set: ProcessSet = global_process_set
+    round: str = ""
 
     def factors(self) -> tuple[float, float]:
         """Return two factors: one for the gradients before the sum, and one for the sum."""
@@ -207,6 +209,7 @@ class DenseBucket(Bucket):
             is_grouped=True,
             process_set=self.reduction.process_set,
             layout=self._layout,
+            round=self.reduction.round,
         )
 
     def _allocate(self) -> None:
@@ -220,6 +223,17 @@ class DenseBucket(Bucket):
         # unrelated elements would be added.
         layouts = [(tuple(view.shape), view.stride()) for view in self._views.values()]
         self._layout = zlib.crc32(repr(layouts).encode())
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """Return a flat copy of tensors of one dtype and device."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unpack(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Overwrite the tensors with the parts of `flat`, in order; the inverse of `pack`."""
+    for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def view_like(parameter: Tensor, flat: Tensor) -> Tensor:

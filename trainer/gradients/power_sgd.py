@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 
 from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
-from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, with_residual
-from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
+from datasvc.trainer.gradients.compression_with_memory import (
+    NUM_STEPS,
+    RESIDUAL,
+    CompressionWithMemory,
+    Memory,
+    count_step,
+    with_residual,
+)
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction, pack, unpack
 from datasvc.trainer.job.submit import submit_allreduce
 
-# Names of values in the memory: the basis, and the number of steps so far.
-_BASIS, _NUM_STEPS = "basis", "num_steps"
+# Name of a value in the memory.
+_BASIS = "basis"
 # Prevents division by zero, and is far below the norms of gradients.
 _SMALLEST_NORM = 1e-30
 
@@ -104,24 +110,24 @@ class _PowerSGDBucket(Bucket):
     def send_second(self) -> None:
         self._wait()
         lefts = [factors.left for factors in self._factors.values()]
-        _unpack(self._flat, [*lefts, *self._uncompressed.values()])
+        unpack(self._flat, [*lefts, *self._uncompressed.values()])
         # Either all ranks return here or none, because they compress the same parameters from the same step on.
         if not self._factors:
             return
         for factors in self._factors.values():
             _orthonormalize(factors.left)
             torch.mm(factors.matrix.t(), factors.left, out=factors.right)
-        self._flat = _pack([factors.right for factors in self._factors.values()]).mul_(self._scale())
+        self._flat = pack([factors.right for factors in self._factors.values()]).mul_(self._scale())
         self._handle = self._submit("right")
 
     def collect(self) -> None:
         if self._factors:
             self._wait()
-            _unpack(self._flat, [factors.right for factors in self._factors.values()])
+            unpack(self._flat, [factors.right for factors in self._factors.values()])
         for position, factors in self._factors.items():
             self._finish_parameter(position, factors)
         for position, gradient in self._uncompressed.items():
-            self._count_step(position)
+            count_step(self._memory[position])
             self._assign(position, gradient)
 
     def drop(self) -> None:
@@ -131,7 +137,7 @@ class _PowerSGDBucket(Bucket):
 
     def _take(self, position: int) -> None:
         parameter, memory = self.parameters[position], self._memory.setdefault(position, {})
-        is_past_start = memory.get(_NUM_STEPS, 0) >= self._settings.start_iteration
+        is_past_start = memory.get(NUM_STEPS, 0) >= self._settings.start_iteration
         if is_past_start and self._settings.shrinks(parameter):
             self._factors[position] = self._factorize(position, with_residual(parameter, memory))
         else:
@@ -146,7 +152,7 @@ class _PowerSGDBucket(Bucket):
         self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
         self._uncompressed = {i: self._uncompressed[i] for i in self.parameters if i in self._uncompressed}
         lefts = [factors.left for factors in self._factors.values()]
-        self._flat = _pack([*lefts, *self._uncompressed.values()])
+        self._flat = pack([*lefts, *self._uncompressed.values()])
         return self._submit("left")
 
     def _submit(self, message: str) -> Handle:
@@ -191,24 +197,10 @@ class _PowerSGDBucket(Bucket):
         is_sum = self.reduction.op is ReduceOp.SUM
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
         memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)
-        self._count_step(position)
+        count_step(memory)
         self._assign(position, approximation.view(parameter.shape).to(parameter.dtype))
-
-    def _count_step(self, position: int) -> None:
-        memory: dict[str, Any] = self._memory[position]
-        memory[_NUM_STEPS] = memory.get(_NUM_STEPS, 0) + 1
 
 
 def _orthonormalize(matrix: Tensor) -> None:
     """Make the columns of the matrix orthonormal, in place."""
     _orthogonalize(matrix.unsqueeze(0), epsilon=_SMALLEST_NORM)  # type: ignore[no-untyped-call]  # untyped in torch
-
-
-def _pack(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Overwrite the tensors with the parts of `flat`, in order; the inverse of `_pack`."""
-    for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.copy_(part.view(tensor.shape))

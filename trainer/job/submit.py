@@ -59,6 +59,7 @@ def submit_allreduce(
     is_prescaled: bool = False,
     process_set: ProcessSet = global_process_set,
     layout: int = 0,
+    round: str = "",  # noqa: A002 - the name in `Request`
 ) -> Handle:
     """Start to reduce `inputs` over the ranks into `outputs`.
 
@@ -74,6 +75,7 @@ def submit_allreduce(
             buffer is scaled as a whole.
         process_set: ranks that take part.
         layout: checksum of the inputs' shapes and strides, compared between the ranks; 0 for no check.
+        round: text that is compared between the ranks, see `Request`.
 
     Raises:
         TypeError: an input is not a tensor; the other functions of this module raise it too.
@@ -96,6 +98,7 @@ def submit_allreduce(
         postscale_factor=float(postscale_factor),
         is_grouped=is_grouped,
         layout=layout,
+        round=round,
     )
     result = list(outputs) if is_grouped else outputs[0]
     return _submit(request, inputs, outputs, result, is_prescaled=is_prescaled)
@@ -145,7 +148,12 @@ def submit_reducescatter(
 
 
 def submit_allgather(
-    tensors: Sequence[Tensor], *, name: str, is_grouped: bool = False, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor],
+    *,
+    name: str,
+    is_grouped: bool = False,
+    process_set: ProcessSet = global_process_set,
+    round: str = "",  # noqa: A002
 ) -> Handle:
     """Start to concatenate the tensors of the ranks along the first dimension, in rank order, into new tensors.
 
@@ -156,12 +164,19 @@ def submit_allgather(
     """
     _check_not_empty(name, tensors)
     check_tensors(tensors)
-    request = _describe_request(CollectiveKind.ALLGATHER, name, tensors, process_set, is_grouped=is_grouped)
+    request = _describe_request(
+        CollectiveKind.ALLGATHER, name, tensors, process_set, is_grouped=is_grouped, round=round
+    )
     return _submit(request, tensors, [], None)
 
 
 def submit_alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None, *, name: str, process_set: ProcessSet = global_process_set
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None,
+    *,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+    round: str = "",  # noqa: A002
 ) -> Handle:
     """Start to send rows of the tensor to the ranks; the result is a new tensor of the received rows, in rank order.
 
@@ -176,7 +191,7 @@ def submit_alltoall(
     check_tensors([tensor])
     if tensor.ndim == 0:
         raise ValueError(f"'{name}': alltoall needs a tensor with at least one dimension, not a scalar")
-    request = _describe_request(CollectiveKind.ALLTOALL, name, [tensor], process_set)
+    request = _describe_request(CollectiveKind.ALLTOALL, name, [tensor], process_set, round=round)
     chosen_splits = _choose_splits(name, tensor.shape[0], splits, len(members_of(process_set)))
     request = dataclasses.replace(request, splits=chosen_splits)
     return _submit(request, [tensor], [], None)
@@ -347,12 +362,21 @@ def _check_outputs(name: str, outputs: Sequence[Tensor]) -> None:
             raise ValueError(f"'{name}': an expanded tensor cannot be overwritten; use tensor.contiguous()")
 
 
-def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
+def check_adasum_ranks(process_set: ProcessSet, prefix: str = "") -> None:
+    """Check that Adasum can combine the ranks of a process set. Raise ValueError, with a message after `prefix`."""
     if process_set is not global_process_set:
-        raise ValueError(f"'{name}': Adasum works with the global process set only, not with {process_set}")
-    size = runtime.size()
-    if size & (size - 1):  # some bit besides the highest one is set
-        raise ValueError(f"'{name}': Adasum needs a power of two as the number of ranks, not {size}")
+        raise ValueError(f"{prefix}Adasum works with the global process set only, not with {process_set}")
+    if not is_power_of_two(runtime.size()):
+        raise ValueError(f"{prefix}Adasum needs a power of two as the number of ranks, not {runtime.size()}")
+
+
+def is_power_of_two(num_ranks: int) -> bool:
+    """Return whether Adasum, which combines ranks in pairs, can combine this number of ranks."""
+    return num_ranks.bit_count() == 1
+
+
+def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
+    check_adasum_ranks(process_set, f"'{name}': ")
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ValueError(f"'{name}': Adasum needs floating-point tensors, not {tensor.dtype}")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 # A regular flag is "--", the prefix of the section (`_PREFIXES`), and the name of the setting. These are the others.
 _IRREGULAR_FLAGS = {
@@ -24,6 +25,7 @@ _IRREGULAR_FLAGS = {
 _MULTI_ARGUMENT_FLAGS = frozenset({"--blacklist-cooldown-range"})
 # The values of the key "controller"; each is also the name of a flag.
 _CONTROLLERS = ("gloo", "mpi")
+_OCTAL: Final = re.compile("[-+]?0[0-7_]+")
 # The sections, and the prefix of the flags of their settings, after "--".
 _PREFIXES = {
     "params": "",
@@ -106,6 +108,16 @@ def _unique_key_loader() -> type[Any]:
                     names.add(key.value)
             return node
 
+    def construct(loader: UniqueKeyLoader, node: yaml.ScalarNode) -> Any:
+        # YAML 1.1 reads 010 as 8 and 1:30 as 90, which nobody means in a file of settings; YAML 1.2 does not.
+        if base := "60" if ":" in node.value else "8" if _OCTAL.fullmatch(node.value) else "":
+            raise ValueError(
+                f"YAML reads {node.value} as a number of base {base}; write a decimal number, or a text in quotes"
+            )
+        return super(UniqueKeyLoader, loader).yaml_constructors[node.tag](loader, node)
+
+    for kind in ("int", "float"):
+        UniqueKeyLoader.add_constructor(f"tag:yaml.org,2002:{kind}", construct)
     return UniqueKeyLoader
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.compression import Compressor
 from datasvc.trainer.gradients.compression_with_memory import CompressionWithMemory
-from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
-from datasvc.trainer.job.submit import submit_allreduce
+from datasvc.trainer.job.submit import check_adasum_ranks, submit_allreduce
 from datasvc.trainer.optim.parameter_names import next_number, parameters_of
 
 
@@ -56,10 +55,7 @@ def make_adasum_optimizer(
     Raises:
         ValueError: `process_set` is not the global one, or the number of ranks is not a power of two.
     """
-    if process_set is not global_process_set:
-        raise ValueError(f"Adasum works with the global process set only, not with {process_set}")
-    if runtime.size() & (runtime.size() - 1):  # some bit besides the highest one is set
-        raise ValueError(f"Adasum needs a power of two as the number of ranks, not {runtime.size()}")
+    check_adasum_ranks(process_set)
     wrapped = wrap_optimizer(optimizer, _DistributedAdasumOptimizer)
     # `DistributedOptimizer` has checked this: a compression with memory supports only Average and Sum.
     assert not isinstance(compression, CompressionWithMemory)

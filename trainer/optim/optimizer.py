@@ -17,7 +17,7 @@ from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.bucket_choice import BUCKET_BYTES, AllReduceCost
 from datasvc.trainer.gradients.bucket_tuner import BucketTuner
 from datasvc.trainer.gradients.compression import Compression, Compressor
-from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copy_memory
+from datasvc.trainer.gradients.compression_with_memory import OF_ONE_RANK, CompressionWithMemory, Memory, copy_memory
 from datasvc.trainer.gradients.gradient_bucket import GradientReduction
 from datasvc.trainer.gradients.gradient_reducer import FLAT_DTYPES, Exchange, GradientReducer
 from datasvc.trainer.job import runtime
@@ -65,62 +65,44 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     backward pass.
 
     Args:
-        optimizer: optimizer over the same parameters, in the same order and memory format, on every rank.
+        optimizer: over the same parameters, in the same order and memory format, on every rank.
         named_parameters: names for error messages, usually `model.named_parameters()`.
-        compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(...)`, `.powersgd(...)`, or a subclass of
-            `Compressor` or an instance of one.
-        backward_passes_per_step: number of backward passes to accumulate before the ranks communicate. Gradients are
-            summed over the passes, not averaged.
+        compression: a member of `Compression`, such as `.fp16` or `.topk(...)`, or another compressor.
+        backward_passes_per_step: passes to sum, not to average, before the ranks communicate.
         op: Average or Sum of the gradients; or Adasum, which combines the changes that the local steps make.
-        gradient_predivide_factor: number by which gradients are divided before they are summed; the sum is divided by
-            `size() / gradient_predivide_factor`. Only with Average.
+        gradient_predivide_factor: divides before the sum, `size() / gradient_predivide_factor` after; for Average.
         num_groups: deprecated; use `groups`.
-        groups: parameters whose gradients are sent as one operation: lists of parameters, or the number of groups of
-            consecutive parameters. With a number, the call is a collective. None groups parameters by size.
-        sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back. Otherwise indices and
-            values are gathered. In the first step of a parameter with sparse gradients, every rank must then have a
-            gradient of it, unless the optimizer is SparseAdam.
+        groups: parameters whose gradients are sent as one operation: lists, or the number of groups of consecutive
+            parameters. With a number, the call is a collective. None groups them by size.
+        sparse_as_dense: whether sparse gradients are sent as dense tensors, instead of gathering indices and values,
+            which needs a gradient of every rank in the first step of a parameter, unless SparseAdam updates it.
         process_set: ranks whose gradients are combined. On other ranks the result behaves like the plain optimizer.
-        bucket_bytes: maximum size of the buckets in which gradients are sent, at least 0; the first bucket is at most
-            1 MiB. With 0 each gradient is sent alone. "auto" measures the first steps, and then chooses the size with
-            which communication is predicted to end first. None: 25 MiB. The engine's `fusion_bytes` limits it too.
+        bucket_bytes: maximum size of what is sent together, at first at most 1 MiB; 0 sends each gradient alone.
+            "auto" chooses it by measuring the first steps. None: 25 MiB. The engine's `fusion_bytes` limits it too.
 
     Raises:
-        ValueError: the trainer is not initialized; names are given twice or are missing; an argument is out of range
-            or contradicts another one.
+        ValueError: the trainer is not initialized; names are given twice or are missing; or an argument is invalid.
     """
+    groups = _choose_groups(num_groups, groups)
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError("gradient_predivide_factor is only supported with op=Average")
-    groups = _choose_groups(num_groups, groups)
     if isinstance(compression, CompressionWithMemory):
-        compression.check(op)
-    if bucket_bytes is not None and op is ReduceOp.ADASUM:
-        raise ValueError("bucket_bytes has no effect with op=Adasum, which sends no buckets; leave it out")
-    max_bytes, tuner = BUCKET_BYTES, None
-    if bucket_bytes == "auto":
-        tuner = _make_tuner(compression, groups, process_set)
-    elif bucket_bytes is not None:
-        max_bytes = bucket_bytes
-        if max_bytes < 0:
-            raise ValueError(f'bucket_bytes must be "auto" or a number of bytes, at least 0, not {bucket_bytes}')
-    names = name_parameters(optimizer, named_parameters)
-    passes = check_passes(backward_passes_per_step)
+        compression.check(op, optimizer)
+    max_bytes, tuner = _choose_buckets(bucket_bytes, op, compression, groups, process_set)
+    names, passes = name_parameters(optimizer, named_parameters), check_passes(backward_passes_per_step)
     # A single rank has nothing to combine, so `_DistributedOptimizer` is enough for Adasum too.
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
         adasum = make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
         return cast("Opt", adasum)
-    reduction = GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
     wrapped: _DistributedOptimizer = wrap_optimizer(optimizer, _DistributedOptimizer)
-    takes_part = _takes_part(process_set)
-    positions = place_groups(groups, parameters_of(optimizer), names, process_set) if takes_part else []
-    # SparseAdam rejects dense gradients, so even a rank without a gradient in the first step must send a sparse one.
-    sparse = set(range(len(names))) if isinstance(optimizer, torch.optim.SparseAdam) else set()
+    takes_part = _takes_part(process_set, compression)
     exchange = Exchange(
-        reduction=reduction,
+        reduction=GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set),
         compression=compression,
-        groups=positions,
+        groups=place_groups(groups, parameters_of(optimizer), names, process_set) if takes_part else [],
         sparse_as_dense=sparse_as_dense,
-        sparse=sparse,
+        # SparseAdam rejects dense gradients, so even a rank without a gradient in the first step sends a sparse one.
+        sparse=set(range(len(names))) if isinstance(optimizer, torch.optim.SparseAdam) else set(),
         bucket_bytes=max_bytes,
         tuner=tuner,
     )
@@ -140,7 +122,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized = False  # whether `synchronize` was called since the last step
         self._reducer: GradientReducer | None = None
         self._passes_per_step = passes_per_step
-        if _takes_part(exchange.reduction.process_set):
+        if _takes_part(exchange.reduction.process_set, exchange.compression):
             self._reducer = self._make_reducer(parameters_of(self), self._reducer_name)
 
     # Arguments of `DistributedOptimizer`, for programs that read them from the optimizer; they cannot be set.
@@ -291,7 +273,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Replace the shared part of the compression's memory by that of another rank; keep the local residuals."""
         local_memory = self._exchange.memory
         residuals = {
-            position: {RESIDUAL: values[RESIDUAL]} for position, values in local_memory.items() if RESIDUAL in values
+            position: {name: value for name, value in values.items() if name in OF_ONE_RANK}
+            for position, values in local_memory.items()
         }
         local_memory.clear()
         self._remember(memory)
@@ -357,11 +340,31 @@ def _name_process() -> str:
     return f"{_process_token}.{os.getpid()}"
 
 
-def _takes_part(process_set: ProcessSet) -> bool:
+def _takes_part(process_set: ProcessSet, compression: type[Compressor] | Compressor | CompressionWithMemory) -> bool:
     """Return whether this rank combines gradients. In an elastic job a single rank does, because others may join."""
     if not process_set.included():
         return False
-    return process_set.size() > 1 or runtime.is_elastic()
+    has_momentum = isinstance(compression, CompressionWithMemory) and compression.has_momentum
+    return process_set.size() > 1 or runtime.is_elastic() or has_momentum
+
+
+def _choose_buckets(
+    bucket_bytes: int | Literal["auto"] | None,
+    op: ReduceOp,
+    compression: type[Compressor] | Compressor | CompressionWithMemory,
+    groups: Groups,
+    process_set: ProcessSet,
+) -> tuple[int, BucketTuner | None]:
+    """Return the maximum size of a bucket in bytes, and the tuner for "auto". Raise ValueError: invalid with `op`."""
+    if bucket_bytes is None:
+        return BUCKET_BYTES, None
+    if op is ReduceOp.ADASUM:
+        raise ValueError("bucket_bytes has no effect with op=Adasum, which sends no buckets; leave it out")
+    if bucket_bytes == "auto":
+        return BUCKET_BYTES, _make_tuner(compression, groups, process_set)
+    if bucket_bytes < 0:
+        raise ValueError(f'bucket_bytes must be "auto" or a number of bytes, at least 0, not {bucket_bytes}')
+    return bucket_bytes, None
 
 
 def _make_tuner(

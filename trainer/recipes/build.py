@@ -12,7 +12,6 @@ from datasvc.errors import ConfigError
 from datasvc.planning.layout import Layout, check_layout, plan_layout
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.choose_layout import check_model_options
-from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.layouts.divided_model import (
     DividedModel,
     LayoutOptions,
@@ -29,7 +28,7 @@ from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import sgd_share
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
-from datasvc.trainer.recipes.update import Learner
+from datasvc.trainer.recipes.update import Learner, WeightAverage
 
 
 def build_learner(
@@ -68,7 +67,7 @@ def build_learner(
     if config.recompute:
         recompute_activations(model)
     optimizer = (
-        build_distributed_optimizer(config, model, num_passes=batches.num_passes)
+        build_combining_optimizer(config, model, num_passes=batches.num_passes)
         if layout.is_data_only
         else build_zero_optimizer(config, model, layout, num_passes=batches.num_passes)
     )
@@ -176,6 +175,23 @@ def compile_model(model: torch.nn.Module, backend: str | None) -> None:
         raise ConfigError(f"compile is {backend!r}: {error}") from error
 
 
+def build_combining_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
+    """Return the run's optimizer, with which the ranks combine gradients or steps, or average weights.
+
+    Every rank must call this, in the same order among its collectives.
+
+    Raises:
+        ConfigError: the nodes have unequal numbers of ranks, with a setting `sync` that needs equal ones; or `sync`
+            has more fragments than the model has trainable parameters.
+    """
+    if not config.averages_weights:
+        return build_distributed_optimizer(config, model, num_passes=num_passes)
+    try:
+        return hvd.Averaging(build_optimizer(config, model), config.sync)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
     """Return the run's optimizer, which sums gradients over the ranks and over `num_passes` backward passes.
 
@@ -198,6 +214,8 @@ def build_compression(config: TrainConfig) -> Any:
     """Return the compression as `DistributedOptimizer` takes it."""
     choice = config.parse_compression()
     compression = getattr(hvd.Compression, choice.name)
+    if compression is hvd.Compression.dgc:
+        return compression(momentum=config.momentum, **choice.arguments)
     return compression(**choice.arguments) if choice.has_memory else compression
 
 
@@ -256,9 +274,13 @@ def build_optimizer(
         groups: parameter groups; None: those of `group_parameters`.
         foreach: whether SGD and AdamW update all tensors in one call; None: torch chooses.
     """
+    rate, momentum, weight_decay = config.learning_rate, config.momentum, config.weight_decay
+    if config.moves_momentum:
+        # The compression applies the momentum to gradients only. In the long run momentum increases the weight decay
+        # by this factor.
+        momentum, weight_decay = 0.0, weight_decay / (1 - momentum)
     if groups is None:
-        groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
-    rate, momentum = config.learning_rate, config.momentum
+        groups = group_parameters(model, weight_decay=weight_decay, decayed=config.decayed)
     match config.optimizer:
         case "lars":
             return LARS(

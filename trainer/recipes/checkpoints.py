@@ -1,9 +1,10 @@
 """Saves the complete state of a run as checkpoints, and restores it; used by the training loop.
 
 A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
-and of every rank the random states, the batch statistics, and what it has not sent of its gradients. A run that was
-killed and resumed at the same world size therefore ends with the same bits as an uninterrupted run. The steps at
-which checkpoints were made do not matter. With the bucket size "auto", which depends on measurements, the last bits
+and of every rank the random states, the batch statistics, and what it has not sent of its gradients.
+With `--sync`, the weights are means over the ranks, and each rank also saves its own. A run that was killed and
+resumed at the same world size therefore ends with the same bits as an uninterrupted run. The steps at which
+checkpoints were made do not matter. With the bucket size "auto", which depends on measurements, the last bits
 can differ.
 """
 
@@ -26,13 +27,15 @@ from datasvc.loaders.core.mixture import splits_of
 from datasvc.models import Checkpoint, CheckpointManager, Execution, LocalVersion, SaveTo
 from datasvc.models.restoring.fit import TensorSpec, plan_load
 from datasvc.models.restoring.restore import IntoState, StoredVersion
+from datasvc.models.versions.entry_fields import TRACKERS, config_of_run, runs_in_config
 from datasvc.models.versions.metadata import Parallelism
-from datasvc.models.versions.tracker_runs import TRACKERS, config_of_run, runs_in_config
 from datasvc.planning.layout import AXES, Layout
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.repository import Resolved
+from datasvc.trainer.optim.sync_policy import parse_sync
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
+from datasvc.trainer.recipes.mean_weights import compute_mean_weights, own_weights
 from datasvc.trainer.recipes.model_check import MODEL_SIZES, check_sizes, describe_misfit, describe_whole_model
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG
@@ -46,6 +49,9 @@ _RESTORED_WHOLE: Final = (
 )  # fmt: skip
 
 _OTHER_RUN: Final = "use another --name, or --resume never"
+
+# By the kind of a policy of `sync`, what its rounds do beside averaging.
+_OUTER_OPTIMIZERS: Final = {"diloco": "nesterov", "easgd": "center"}
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,21 +95,13 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
         for handle, _ in run.saves:
             handle.wait()
     # In `weights`, the averages over all ranks replace the batch statistics of this rank.
-    weights = run.model.state_dict() | compute_average_statistics(run.model)
+    means = compute_mean_weights(run)
+    weights = run.model.state_dict() | compute_average_statistics(run.model) | means
     average = None
     if run.average is not None:
         average = {**run.average.state_dict(), "batch_statistics": run.average_statistics}
-    rank_state = {"random": random_state.capture()}
-    if hvd.size() > 1:
-        # The averages in `weights` would change the training of a resumed run, so each rank saves its own values too.
-        rank_state["batch_statistics"] = batch_statistics(run.model)
     optimizer = run.optimizer.state_dict()
-    if run.config.combines_steps and hvd.size() > 1:
-        # Each rank makes its steps with its own gradients, so its moments are its own too.
-        rank_state["optimizer"] = optimizer["state"]
-    if "compression" in optimizer:
-        # What a rank has not sent of its gradients is its own.
-        rank_state["compression"] = optimizer.pop("compression")["memory"]
+    rank_state = _take_rank_state(run, optimizer, keeps_weights=bool(means))
     state = {
         "step": run.step,
         "model_name": run.config.model,
@@ -132,6 +130,7 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
                 run.layout,
                 zero=run.config.zero,
                 exchanges_heads=run.divided is not None and run.divided.exchanges_heads,
+                sync=run.config.sync,
             ),
             parent=None if run.has_saved else run.parent,
             run=run.ref,
@@ -145,6 +144,26 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
         # What is on the nodes only is no parent of a version in the repository.
         run.has_saved |= to is SaveTo.REPOSITORY
         run.saves.append((handle, run.loader.epoch))
+
+
+def _take_rank_state(run: Run, optimizer: dict[str, Any], *, keeps_weights: bool) -> dict[str, Any]:
+    """Return the state of this rank alone; parts that are its own are taken out of `optimizer`, its state."""
+    rank_state = {"random": random_state.capture()}
+    if hvd.size() > 1:
+        # The averages in `weights` would change the training of a resumed run, so each rank saves its own values too.
+        rank_state["batch_statistics"] = batch_statistics(run.model)
+    if run.config.makes_own_steps and hvd.size() > 1:
+        # Each rank makes its steps with its own gradients, so its moments are its own too.
+        rank_state["optimizer"] = optimizer["state"]
+    if keeps_weights:
+        rank_state["weights"] = own_weights(run)
+    if run.config.averages_weights:
+        # Outer weights are equal on all ranks, and stored once; what a rank has sent of a round is its own.
+        rank_state["averaging"] = optimizer.pop("averaging")
+    if "compression" in optimizer:
+        # What a rank has not sent of its gradients is its own.
+        rank_state["compression"] = optimizer.pop("compression")["memory"]
+    return rank_state
 
 
 def report_commits(run: Run) -> None:
@@ -256,13 +275,16 @@ def _check_same(version: Resolved, part: str, saved: str | None, configured: str
         raise ConfigError(f"{version} has the {part} {saved!r}, this run has {configured!r}; {_OTHER_RUN}")
 
 
-def describe_execution(layout: Layout, *, zero: int | None = None, exchanges_heads: bool = False) -> Execution:
+def describe_execution(
+    layout: Layout, *, zero: int | None = None, exchanges_heads: bool = False, sync: str = "bsp"
+) -> Execution:
     """Return what the entry of a version says about the execution of a run.
 
     Args:
         layout: layout of the ranks.
         zero: ZeRO stage of the settings.
         exchanges_heads: whether the ranks of the axis `tensor` exchange queries, keys and values.
+        sync: the setting of this name.
     """
     # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
     is_zero_1 = zero == 1
@@ -281,10 +303,19 @@ def describe_execution(layout: Layout, *, zero: int | None = None, exchanges_hea
     parallelism: Parallelism = "hybrid"
     if not (divides_model and divides_data):
         parallelism = "model" if divides_model else "data" if divides_data else "none"
+    policy = None if sync == "bsp" else parse_sync(sync)
+    if policy is not None and policy.kind == "gossip":
+        communication = {"all-to-all": divides_data}
+    elif policy is not None and policy.codec is not None:
+        communication = {"all-to-all": divides_data, "all-gather": divides_data}
     return Execution(
         layout={axis: layout.size_of(axis) for axis in AXES},
         parallelism=parallelism,
+        consistency="synchronous" if policy is None else "bounded",
         communication=", ".join(name for name, is_used in communication.items() if is_used),
+        sync=sync,
+        sync_steps=1 if policy is None else policy.steps,
+        outer_optimizer="" if policy is None else _OUTER_OPTIMIZERS.get(policy.kind, ""),
     )
 
 
@@ -297,37 +328,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         StateMismatchError: the checkpoint was trained on other data or in another order.
     """
     state = {name: value for name, value in checkpoint.state.items() if value is not None}
-    for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
-        # A checkpoint without this name passes; the loads below check its tensors.
-        _check_same(checkpoint.version, part, state.get(f"{part}_name", configured), configured)
-    check_sizes(run, str(checkpoint.version), checkpoint.entry, remedy=_OTHER_RUN)
-    if isinstance(run.loader, ImageLoader) and hvd.rank() == 0:
-        # Releases without this setting evaluated by "window".
-        saved = (checkpoint.entry.get("config") or {}).get("evaluation", "window")
-        if saved != run.config.evaluation:
-            _LOG.warning(
-                "%s was evaluated with --evaluation %s, this run has %s, so accuracies before and after it differ; "
-                "give --evaluation %s to compare them",
-                checkpoint.version,
-                saved,
-                run.config.evaluation,
-                saved,
-            )
+    _check_settings(run, checkpoint, state)
     # Load the loader's state first: the loader refuses a checkpoint of other data before anything else changes.
-    try:
-        run.loader.load_state_dict(state["loader"])
-    except StateMismatchError as error:
-        current = {split.dataset for split in splits_of(run.loader.split)}
-        # The versions of a mixture are separated by commas.
-        trained_on = {version for use in checkpoint.entry["data"] for version in use["dataset"].split(", ")}
-        if current <= trained_on:
-            raise  # the order differs, not the data
-        # The loader's message has digests of shard tables, because a state does not name its data set.
-        raise StateMismatchError(
-            f"{checkpoint.version} was trained on {' and '.join(sorted(trained_on))}, this run reads "
-            f"{' and '.join(sorted(current))}; give --data the version that it was trained on, or start a new run "
-            f"with its weights: another --name, and --init-from {checkpoint.version}"
-        ) from error
+    _resume_loader(run, checkpoint, state["loader"])
     try:
         run.model.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -339,19 +342,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     saved_layout = (checkpoint.entry.get("execution") or {}).get("layout") or {}
     has_same_ranks = len(rank_states) == hvd.size() and saved_layout.get("tensor", 1) == run.layout.tensor
     rank_state = rank_states[hvd.rank() if has_same_ranks else 0]
-    optimizer = {**state["optimizer"]}
-    if run.config.combines_steps and has_same_ranks:
-        # A checkpoint of a run that did not combine steps has one state for all ranks.
-        optimizer["state"] = rank_state.get("optimizer", optimizer["state"])
-    # At another number of ranks, what a rank has not sent of its gradients is lost: without its rank, `optimizer`
-    # loads the part that is equal on all ranks.
-    owner = hvd.rank() if has_same_ranks else None
-    optimizer["compression"] = {"rank": owner, "memory": rank_state.get("compression", {})}
-    try:
-        load_optimizer(run.optimizer, optimizer)
-    except ValueError as error:
-        raise ConfigError(f"{checkpoint.version} does not fit this run's optimizer: {error}") from error
-    load_loss_scale(run.loss_scale, state.get("loss_scale") or {})
+    _resume_optimizer(run, checkpoint, state, rank_state, has_same_ranks=has_same_ranks)
     if run.average is not None:
         if state.get("ema"):
             run.average.load_state_dict(state["ema"])
@@ -375,6 +366,82 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         # The ranks have changed, so seed again. The step is part of the seed: no random numbers are repeated.
         rank = hvd.rank() // run.layout.tensor
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step))
+
+
+def _check_settings(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of the run's model and optimizer; warn if it was evaluated in another way."""
+    for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
+        # A checkpoint without this name passes; the loads in `resume` check its tensors.
+        _check_same(checkpoint.version, part, state.get(f"{part}_name", configured), configured)
+    check_sizes(run, str(checkpoint.version), checkpoint.entry, remedy=_OTHER_RUN)
+    if isinstance(run.loader, ImageLoader) and hvd.rank() == 0:
+        # Releases without this setting evaluated by "window".
+        saved = (checkpoint.entry.get("config") or {}).get("evaluation", "window")
+        if saved != run.config.evaluation:
+            _LOG.warning(
+                "%s was evaluated with --evaluation %s, this run has %s, so accuracies before and after it differ; "
+                "give --evaluation %s to compare them",
+                checkpoint.version,
+                saved,
+                run.config.evaluation,
+                saved,
+            )
+
+
+def _resume_loader(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+    try:
+        run.loader.load_state_dict(state)
+    except StateMismatchError as error:
+        current = {split.dataset for split in splits_of(run.loader.split)}
+        # The versions of a mixture are separated by commas.
+        trained_on = {version for use in checkpoint.entry["data"] for version in use["dataset"].split(", ")}
+        if current <= trained_on:
+            raise  # the order differs, not the data
+        # The loader's message has digests of shard tables, because a state does not name its data set.
+        raise StateMismatchError(
+            f"{checkpoint.version} was trained on {' and '.join(sorted(trained_on))}, this run reads "
+            f"{' and '.join(sorted(current))}; give --data the version that it was trained on, or start a new run "
+            f"with its weights: another --name, and --init-from {checkpoint.version}"
+        ) from error
+
+
+def _resume_optimizer(
+    run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], rank_state: Mapping[str, Any], *, has_same_ranks: bool
+) -> None:
+    """Load the optimizer, this rank's part of it, and the loss scale.
+
+    A run with `--sync` continues the round of a checkpoint, each rank with its own weights and moments. At another
+    number of ranks, all ranks have the mean weights and the moments of rank 0; with another `--sync`, rounds also
+    begin again.
+    """
+    optimizer = {**state["optimizer"]}
+    averaging = rank_state.get("averaging", {})
+    # Several texts can describe one policy, such as "gossip:ring" and "gossip:ring:1".
+    continues_rounds = (
+        "sync" in averaging
+        and run.config.averages_weights
+        and parse_sync(averaging["sync"]) == parse_sync(run.config.sync)
+    )
+    if continues_rounds and has_same_ranks:
+        optimizer["averaging"] = averaging
+        # Not strict: these are the trainable weights, if they differed; `resume` has loaded their means.
+        run.model.load_state_dict(rank_state.get("weights", {}), strict=False)
+    elif continues_rounds:
+        # Without what rank 0 has sent of a round: the other ranks of that round may be gone.
+        outer = averaging["outer"]
+        optimizer["averaging"] = {**averaging, "outer": outer and {**outer, "changes": {}}}
+    if has_same_ranks and (continues_rounds or run.config.combines_steps):
+        # A checkpoint of a run without steps of each rank has one state for all ranks.
+        optimizer["state"] = rank_state.get("optimizer", optimizer["state"])
+    # At another number of ranks, what a rank has not sent of its gradients is lost: without its rank, `optimizer`
+    # loads the part that is equal on all ranks.
+    owner = hvd.rank() if has_same_ranks else None
+    optimizer["compression"] = {"rank": owner, "memory": rank_state.get("compression", {})}
+    try:
+        load_optimizer(run.optimizer, optimizer)
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint.version} does not fit this run's optimizer: {error}") from error
+    load_loss_scale(run.loss_scale, state.get("loss_scale") or {})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

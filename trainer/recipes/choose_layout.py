@@ -8,14 +8,14 @@ from torch import nn
 import datasvc
 from datasvc.errors import ConfigError
 from datasvc.planning.layout import Layout, check_batch, check_layout, parse_layout
+from datasvc.trainer.job.submit import is_power_of_two
 from datasvc.trainer.recipes.layouts.divided_model import read_sizes
 from datasvc.trainer.recipes.layouts.shard import find_units
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_norms
-from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
-from datasvc.trainer.recipes.training_data import open_data, resolve_data
+from datasvc.trainer.recipes.training_data import choose_task, open_data, resolve_data
 
 
 def read_layout(config: TrainConfig, world_size: int) -> Layout:
@@ -60,7 +60,7 @@ def choose_layout(config: TrainConfig, world_size: int, *, block: int | None = N
             setting does not go with the model or the number of ranks.
     """
     layout = read_layout(config, world_size)
-    if config.combines_steps and world_size & (world_size - 1):
+    if config.combines_steps and not is_power_of_two(world_size):
         smaller = 1 << (world_size.bit_length() - 1)
         raise ConfigError(
             f"op is 'adasum', which combines ranks in pairs, and the job has {world_size} ranks; start {smaller} or "

@@ -1,4 +1,7 @@
-"""Builds a run from its settings: new, or restored from a checkpoint."""
+"""Builds a run from its settings: new, with the weights of another version, or restored from a checkpoint.
+
+Each rank reads its part of a divided model.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,13 @@ from datasvc.errors import ConfigError
 from datasvc.loaders import Loader, serve_loader_metrics
 from datasvc.loaders.core.batch import check_gpu
 from datasvc.models import Checkpoint, ConsumptionTracker, LocalVersion
+from datasvc.models.provenance.forgetting import ForgetPlan
+from datasvc.models.restoring.fit import LoadReport, TensorSpec, plan_load
+from datasvc.models.restoring.load_into_module import spec_of
 from datasvc.models.restoring.restore import read_version
-from datasvc.models.versions.code_revision import capture_code
-from datasvc.models.versions.environment import describe_environment
+from datasvc.models.tensors.dtypes import cast
+from datasvc.models.tensors.name_filter import select_names
+from datasvc.models.versions.code_revision import capture_code, describe_environment
 from datasvc.node.ranks import RankNodes
 from datasvc.node.settings import open_peers
 from datasvc.planning.layout import AXES, Layout, plan_layout
@@ -31,27 +38,33 @@ from datasvc.trainer.recipes.build import build_learner, compile_model
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
 from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
-from datasvc.trainer.recipes.initial_weights import initialise
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
-from datasvc.trainer.recipes.model_check import has_finite_state
+from datasvc.trainer.recipes.layouts.shard import to_local
+from datasvc.trainer.recipes.masking import mask_forgotten, mask_skipped_steps
+from datasvc.trainer.recipes.model_check import check_sizes, describe_misfit, describe_whole_model, has_finite_state
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents, Recorder
 from datasvc.trainer.recipes.run import EarlyStop, Run
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig, plan_batches
-from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
-from datasvc.trainer.recipes.training_data import TrainingData, open_data, resolve_data
+from datasvc.trainer.recipes.training_data import TrainingData, choose_task, open_data, resolve_data
 
 
-def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None = None) -> Run:
+def start(
+    config: TrainConfig,
+    events: LoggedEvents,
+    snapshot: Snapshot | None = None,
+    forget: ForgetPlan | None = None,
+) -> Run:
     """Build this rank's run, new or restored from the checkpoint that it continues. Every rank must call this.
 
     Args:
         config: settings of the run.
         events: sink of this rank's events.
         snapshot: state of an elastic run to continue, the same on all ranks, instead of a checkpoint.
+        forget: samples to mask, from the version that `config` continues on; the same on all ranks.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
@@ -69,11 +82,7 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
     batches = plan_batches(config, layout.num_data_ranks)
     schedule = build_schedule(config, batches.global_batch)
     place = choose_place(config, layout)
-    if config.patience is not None and data.val is None:
-        raise ConfigError(
-            f"patience compares {config.stop_metric!r} of evaluations, and {' + '.join(versions)} has no split 'val' "
-            "to evaluate; ingest the data with one (--val-fraction), or leave out --patience"
-        )
+    _check_patience(config, data, versions)
     # If a step below fails, the stack closes what the steps before it have opened.
     with contextlib.ExitStack() as stack:
         cache, nodes = open_cache(config)
@@ -99,20 +108,40 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
         )
         # The manager installs signal handlers; closing it restores the old ones.
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
-        _load_state(run, repo, snapshot, init_version)
+        _load_state(run, repo, snapshot, init_version, forget)
         compile_model(run.model, config.compile)
-        if config.run_log:
-            parent = run.version or init_version
-            run.log_ids |= call_on_first_rank(
-                lambda: open_run_log(run, repo, events, layout, versions, parent), name="run_log"
-            )
-            # Returns None, so the error goes on.
-            stack.push(lambda _type, error, _traceback: run.recorder.close(error))
-        if config.log_to:
-            # Every rank keeps the ids, because any rank of an elastic run may become rank 0 and continue these runs.
-            run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")
+        _open_reports(stack, run, repo, events, versions, init_version)
         stack.pop_all()
     return run
+
+
+def _open_reports(
+    stack: contextlib.ExitStack,
+    run: Run,
+    repo: DataRepository,
+    events: LoggedEvents,
+    versions: Sequence[str],
+    init_version: str | None,
+) -> None:
+    """Open the log of the run, its signal and its trackers, as the settings ask for; `stack` closes the log."""
+    # Every rank keeps the ids, because any rank of an elastic run may become rank 0 and continue these runs.
+    if run.config.run_log:
+        parent = run.version or init_version
+        run.log_ids |= call_on_first_rank(lambda: open_run_log(run, repo, events, versions, parent), name="run_log")
+        # Returns None, so the error goes on.
+        stack.push(lambda _type, error, _traceback: run.recorder.close(error))
+    if run.config.signals is not None:
+        _record_signals(run, repo)
+    if run.config.log_to:
+        run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")
+
+
+def _check_patience(config: TrainConfig, data: TrainingData, versions: Sequence[str]) -> None:
+    if config.patience is not None and data.val is None:
+        raise ConfigError(
+            f"patience compares {config.stop_metric!r} of evaluations, and {' + '.join(versions)} has no split 'val' "
+            "to evaluate; ingest the data with one (--val-fraction), or leave out --patience"
+        )
 
 
 def _open_loaders(
@@ -145,7 +174,13 @@ def _open_loaders(
     return {"loader": loader, "val_loader": val_loader, "statistics_loader": statistics_loader}
 
 
-def _load_state(run: Run, repo: DataRepository, snapshot: Snapshot | None, init_version: str | None) -> None:
+def _load_state(
+    run: Run,
+    repo: DataRepository,
+    snapshot: Snapshot | None,
+    init_version: str | None,
+    forget: ForgetPlan | None,
+) -> None:
     """Load the snapshot, the checkpoint that the run continues, or initial weights; begin to record what is read."""
     checkpoint = None
     if snapshot is not None:
@@ -154,6 +189,12 @@ def _load_state(run: Run, repo: DataRepository, snapshot: Snapshot | None, init_
         checkpoint = restore_start(run, repo)
         if checkpoint is None and init_version is not None:
             initialise(run, repo, init_version)
+        if forget is not None:
+            mask_forgotten(run, forget)
+    if snapshot is None:
+        mask_skipped_steps(run, repo, checkpoint)
+    # A purge may have come between the ranks that open the data: all must count targets together.
+    run.task.masks_samples = call_on_first_rank(lambda: bool(run.loader.masked), name="masks_samples")
     run.reading = ConsumptionTracker(run.loader, step=run.step)
     if checkpoint is not None and isinstance(checkpoint.version, LocalVersion):
         # The next version of the repository has consumed what this version has, since the one that it continues.
@@ -295,19 +336,14 @@ def has_own_times(config: TrainConfig, layout: Layout) -> bool:
     """Return whether ranks wait for each other only while they sum targets and gradients.
 
     A divided model and synchronised batch normalisation communicate in the forward and the backward pass too, and
-    Adasum in the update.
+    ranks with steps of their own in the update.
     """
     is_divided = not layout.is_data_only and config.zero != 1
-    return not (is_divided or config.sync_batch_norm or config.combines_steps)
+    return not (is_divided or config.sync_batch_norm or config.makes_own_steps)
 
 
 def open_run_log(
-    run: Run,
-    repo: DataRepository,
-    events: LoggedEvents,
-    layout: Layout,
-    versions: Sequence[str],
-    parent: str | None,
+    run: Run, repo: DataRepository, events: LoggedEvents, versions: Sequence[str], parent: str | None
 ) -> dict[str, str]:
     """Open the log of a run in the repository, for rank 0; return its identifier, which the checkpoints keep."""
     log = RunLog.open(
@@ -319,7 +355,7 @@ def open_run_log(
         parent=parent,
         code=capture_code().to_dict(),
         world_size=hvd.size(),
-        layout={axis: layout.size_of(axis) for axis in AXES},
+        layout={axis: run.layout.size_of(axis) for axis in AXES},
         facts={
             "environment": describe_environment(world_size=hvd.size()),
             "num_samples": len(run.loader.split),
@@ -332,6 +368,19 @@ def open_run_log(
     run.recorder.attach(log)
     events.attach(log)
     return {RUN_LOG: log.id}
+
+
+def _record_signals(run: Run, repo: DataRepository) -> None:
+    """Record the losses of the samples whose outputs this rank has. Raises ConfigError: no rank has whole blocks."""
+    if run.divided is not None and run.divided.split is not None:
+        raise ConfigError(
+            "signals needs the loss of whole blocks, and this layout divides them among ranks; use an axis other "
+            "than the one of sequences, or leave out --signals"
+        )
+    assert run.ref is not None, "ReportSettings.check"
+    if run.divided is None or run.divided.reports_outputs:
+        repo.runs.record(run.ref, run.loader)
+        run.task.losses = []
 
 
 def open_run_logs(run: Run) -> dict[str, str]:
@@ -358,3 +407,84 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
             raise
     peers = None if config.peers is None else open_peers(config.peers)
     return Cache(config.cache, budget=config.cache_budget, tenant=config.tenant, peers=peers), None
+
+
+def initialise(run: Run, repo: DataRepository, ref: str) -> None:
+    """Load the weights of a version into the model of a new run. Every rank must call this.
+
+    The version is a checkpoint of this program, or its tensors have the model's names. It becomes the parent of the
+    run's first checkpoint.
+
+    Raises:
+        ConfigError: the tensors, without excluded ones, are not those of the model; the message has the differences.
+        NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
+    """
+    stored, entry = call_on_first_rank(lambda: _read_tensors(repo, ref), name="init_from")
+    own = {name: value for name, value in run.model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
+    expected, tied = describe_whole_model(own, name="init_from.model")
+    stored_names = _match_names(stored, expected)
+    included = set(select_names([*dict.fromkeys([*expected, *stored_names])], exclude=run.config.init_exclude))
+    if not included & stored_names.keys() & expected.keys():
+        raise ConfigError(
+            f"{ref} has no weights for the model {run.config.model!r}, whose tensors are "
+            f"{', '.join(list(expected)[:3])}, ...; give --model the model of that version, or --init-from a version "
+            "with these names"
+        )
+    report = plan_load(
+        {name: spec for name, spec in expected.items() if name in included},
+        {name: stored[stored_name] for name, stored_name in stored_names.items() if name in included},
+        tied,
+        cast=True,
+    )
+    # Without `layers`: tensors tell them apart, and some may be left out.
+    check_sizes(run, ref, entry, but=("layers",), remedy="give another --init-from")
+    _check_exact(run, report, ref)
+    targets = {name: own[name].detach() for name in report.loaded if name in own and name in stored_names}
+    parts = {
+        # Tensors that are stored with another dtype are read first, and converted then.
+        name: target if spec_of(target) == (spec := stored[stored_names[name]]) else _make_like(target, spec)
+        for name, target in targets.items()
+    }
+    # The names are at the root of the tree: a rank that has none of these tensors then reads nothing.
+    restore(run, ref, into={stored_names[name]: part for name, part in parts.items()})
+    for name, target in targets.items():
+        if parts[name] is not target:
+            to_local(target).copy_(cast(name, to_local(parts[name]), target.dtype))
+    # This changes only modules whose state dict has copies of their tensors.
+    run.model.load_state_dict(targets, strict=False)
+    if run.average is not None:
+        run.average.restart()
+
+
+def _read_tensors(repo: DataRepository, ref: str) -> tuple[dict[str, TensorSpec], Mapping[str, Any]]:
+    """Return dtype and shape of the tensors of a version by name, and its entry."""
+    stored = read_version(repo.repository, ref)
+    return {record.name: TensorSpec(record.dtype, record.shape) for record in stored.records}, stored.entry
+
+
+def _match_names(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
+    """Return the stored name of each tensor of a version by the name that it has in a model."""
+    # A checkpoint of this program has the prefix "model." before the names of weights, other versions have none. But
+    # a model may itself have a module called "model", so choose the case in which more names fit.
+    prefix = "model."
+    names = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+    if len(names.keys() & expected.keys()) < len(stored.keys() & expected.keys()):
+        return {name: name for name in stored}
+    return names
+
+
+def _check_exact(run: Run, report: LoadReport, ref: str) -> None:
+    if report.is_exact:
+        return
+    differing = [*(mismatch.name for mismatch in report.mismatched), *report.missing, *report.unexpected]
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
+    raise ConfigError(
+        f"{describe_misfit(run, ref, report)}\n"
+        "train tensors that differ from random weights, and leave out those that the model lacks, with "
+        f"--init-exclude {' '.join([*modules[:3], *(['...'] if len(modules) > 3 else [])])}"
+    )
+
+
+def _make_like(target: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor with another dtype and the placement of `target`."""
+    return torch.empty_like(target, dtype=getattr(torch, spec.dtype))

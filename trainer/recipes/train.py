@@ -9,8 +9,12 @@ import signal
 import sys
 from typing import Any
 
+import torch
+
 import datasvc.trainer as hvd
 from datasvc.errors import NotFiniteError
+from datasvc.loaders.profiling.step_times import trace_path
+from datasvc.models.provenance.forgetting import ForgetPlan
 from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.env.environment import read_placement
 from datasvc.trainer.job import runtime
@@ -20,11 +24,11 @@ from datasvc.trainer.recipes.checkpoints import commit, report_commits
 from datasvc.trainer.recipes.choose_layout import choose_layout, read_block_tokens
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
 from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
+from datasvc.trainer.recipes.mean_weights import using_mean_weights
 from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.events import choose_events
-from datasvc.trainer.recipes.reporting.recorder import LoggedEvents, StepClock
-from datasvc.trainer.recipes.reporting.trace_path import trace_path
+from datasvc.trainer.recipes.reporting.recorder import LoggedEvents
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import start
@@ -38,8 +42,10 @@ from datasvc.trainer.recipes.tasks.task import evaluate
 from datasvc.trainer.recipes.update import update
 
 
-def train(config: TrainConfig) -> str:
+def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
     """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
+
+    With `forget`, whose start `config` continues, the samples of the plan are masked.
 
     Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
     Rank 0 also reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed` (for a
@@ -66,7 +72,7 @@ def train(config: TrainConfig) -> str:
             "(docs/how-to/elastic.md)\n"
         )
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
-    run = train_elastically(config, events) if config.elastic else train_once(config, events, watch)
+    run = train_elastically(config, events, forget) if config.elastic else train_once(config, events, watch, forget)
     if watch is not None:
         watch.close()
     hvd.shutdown()
@@ -77,11 +83,13 @@ def train(config: TrainConfig) -> str:
     return run.version
 
 
-def train_once(config: TrainConfig, events: LoggedEvents, watch: LostRankWatch | None) -> Run:
+def train_once(
+    config: TrainConfig, events: LoggedEvents, watch: LostRankWatch | None, forget: ForgetPlan | None = None
+) -> Run:
     """Train with the ranks of now; return the run, whose resources are closed."""
     random_state.seed_all(config.seed)
     with explaining_lost_ranks(watch):
-        run = start(config, events)
+        run = start(config, events, forget=forget)
     if run.is_over and hvd.rank() == 0:
         reached = {"--epochs": run.is_served, "--max-steps": run.has_all_steps, "--patience": run.stop.is_reached}
         limits = " and ".join(option for option, is_reached in reached.items() if is_reached)
@@ -98,14 +106,14 @@ def train_once(config: TrainConfig, events: LoggedEvents, watch: LostRankWatch |
     return run
 
 
-def train_elastically(config: TrainConfig, events: LoggedEvents) -> Run:
+def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetPlan | None = None) -> Run:
     """Train in rounds, between which ranks may be lost and join; return the run of the last round, closed."""
 
     def train_round(memory: ElasticMemory) -> Run:
         with reporting_lost_ranks():
             # A round without a snapshot starts from the same random weights as the first one.
             random_state.seed_all(config.seed)
-            run = start(config, events, memory.snapshot)
+            run = start(config, events, memory.snapshot, forget=forget)
             events.report("round", rank=hvd.rank(), size=hvd.size(), step=run.step, sync_s=memory.sync_s)
             with memory.holding(run):
                 if memory.snapshot is not None and run.is_over:
@@ -141,29 +149,34 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
 
     `memory` gets copies of the state of an elastic run.
     """
-    clock = StepClock()
     # True if the run continues a state that was saved after the last step of an epoch, but before its evaluation.
     if run.loader.state_dict()["epoch"] < run.loader.epoch and not run.is_over:
         end_epoch(run)
+    timer = run.recorder.timer
+    timer.restart()
     while not run.is_over:
         # Read the progress before taking a batch, because the loader counts a batch as soon as it returns it.
         progress, epoch = run.loader.progress, run.loader.epoch
         for batch in run.loader:
-            clock.got_batch()
+            timer.got_batch()
             rate = run.schedule.rate_at(progress, after=run.loader.progress)
             set_rate(run.optimizer, rate, progress)
             progress = run.loader.progress
             was_choosing = is_choosing_buckets(run)
             run.shares_loss = (run.step + 1) % run.config.report_every == 0
-            loss = update(run, batch, run.recorder.begin_step(run.step))
+            loss = update(run, batch, timer.begin_parts(run.step))
+            if run.task.losses:
+                # The first step of a pipeline computes a loss more beforehand, to find its shapes.
+                run.loader.record(batch, torch.cat(run.task.losses)[-len(batch.positions) :])
+                run.task.losses.clear()
             run.step += 1
             if was_choosing and not is_choosing_buckets(run):
                 report_buckets(run)
             # Reading the loss waits for the device. All ranks read it, so that no rank runs ahead of rank 0.
             shown_loss = float(loss) if run.shares_loss else None
-            clock.ended_step()
+            timer.end_step()
             if shown_loss is not None:
-                report_step(run, clock, epoch=batch.epoch, loss=shown_loss, rate=rate)
+                report_step(run, epoch=batch.epoch, loss=shown_loss, rate=rate)
                 if not math.isfinite(shown_loss):
                     report_not_finite(run, shown_loss)
             run.recorder.compare_ranks(run.step)
@@ -177,7 +190,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                     return
             if memory is not None and run.step % run.config.commit_every == 0 and not run.is_over:
                 memory.commit()
-            clock.restart()
+            timer.restart()
             if run.is_cut_short:
                 break
         if run.config.profile is not None:
@@ -185,7 +198,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
         end_epoch(run)
         if memory is not None:
             memory.commit()
-        clock.restart()
+        timer.restart()
 
 
 def end_epoch(run: Run) -> None:
@@ -209,7 +222,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
     """Return the metrics of the weights and, with prefix `ema_`, of their average; {} without a validation split."""
     if run.val_loader is None and not run.config.recomputes_statistics:
         return {}
-    with run.recorder.busy("evaluation"):
+    with run.recorder.busy("evaluation"), using_mean_weights(run):
         return _evaluate(run)
 
 
@@ -279,6 +292,8 @@ def report_not_finite(run: Run, loss: float | None = None) -> None:
     if hvd.rank() == 0:
         run.events.report("not_finite", step=run.step, loss=loss)
     if run.config.stop_on_nan:
+        if run.loader.signals is not None:
+            run.loader.signals.flush()  # the losses of this step tell which samples were not finite
         raise NotFiniteError(
             f"{what} not finite after step {run.step}, and --stop-on-nan ends the run; {_describe_newest(run)}"
         )
@@ -307,12 +322,13 @@ def report_buckets(run: Run) -> None:
         )
 
 
-def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:
+def report_step(run: Run, *, epoch: int, loss: float, rate: float) -> None:
     """Report from rank 0: loss and learning rate of the step, and the mean times of the steps since the last report.
 
     The loss is that of the global batch; the times are those of rank 0, for which all ranks wait in each step.
     """
-    step_s, wait_s = clock.take()  # on every rank, because the call restarts the means
+    times_s = run.recorder.timer.take()  # on every rank, because the call restarts the means
+    step_s, wait_s = times_s["step_s"], times_s["wait_s"]
     samples = run.batches.global_batch
     progress = run.loader.progress
     curves = {"loss": loss, "rate": rate, f"{run.task.unit}_per_s": samples / step_s}
@@ -321,7 +337,7 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
     if run.config.max_steps is not None:
         done = min(1.0, max(done, run.step / run.config.max_steps))
     facts = {"epoch": epoch, "progress": done, "coverage": progress - epoch, **curves}
-    run.recorder.report_step(run.step, step_s=step_s, wait_s=wait_s, facts={**facts, "unit": run.task.unit})
+    run.recorder.report_step(run.step, times_s, {**facts, "unit": run.task.unit})
     run.recorder.report_diagnosis(run.step, lambda: diagnose(run))
     if hvd.rank() != 0:
         return

@@ -1,4 +1,4 @@
-"""The data of a run: the split or mixture to train on, and the one to evaluate on."""
+"""The data of a run: the split or mixture to train on, and the one to evaluate on; and the task that fits them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
-from datasvc.loaders import Mixture
+from datasvc.loaders import Mixture, MixtureStage
+from datasvc.loaders.core.mixture import columns_of
 from datasvc.shards import Split
+from datasvc.shards.format.schema import IMAGE
+from datasvc.shards.views.reference import name_exactly
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.classification import Classification
+from datasvc.trainer.recipes.tasks.language import LanguageModelling
+from datasvc.trainer.recipes.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,11 @@ class TrainingData:
 
 
 def resolve_data(repo: DataRepository, config: TrainConfig) -> list[str]:
-    """Return the version of each data set, such as "digits@1". Call it on one rank: between calls, a tag may move."""
-    return [str(repo.dataset(reference).resolved) for reference, _ in config.parse_data()]
+    """Return the version of each data set, such as "digits@1". Call it on one rank: between calls, a tag may move.
+
+    A view is evaluated and stored here, and returned with the digests of its tables: all ranks read the same samples.
+    """
+    return [name_exactly(repo.dataset(reference), ("train", "val")) for reference, _ in config.parse_data()]
 
 
 def open_data(repo: DataRepository, config: TrainConfig, versions: Sequence[str]) -> TrainingData:
@@ -43,14 +52,22 @@ def open_data(repo: DataRepository, config: TrainConfig, versions: Sequence[str]
         val = dataset["val"] if "val" in dataset else None  # noqa: SIM401 - a missing split is no KeyError here
         return TrainingData(dataset["train"], val)
     weights = [weight for _, weight in config.parse_data()]
+    splits = [dataset["train"] for dataset in datasets]
+    stages = config.parse_stages()
     train = Mixture(
-        [(dataset["train"], weight) for dataset, weight in zip(datasets, weights, strict=True)],
+        list(zip(splits, weights, strict=True)),
         epoch_samples=config.epoch_samples,
         block=config.mixture_block,
+        stages=[MixtureStage(start, dict(zip(splits, later, strict=True)), ramp) for start, later, ramp in stages],
     )
-    evaluated = [
-        dataset["val"] for dataset, weight in zip(datasets, weights, strict=True) if weight and "val" in dataset
-    ]
+    # In the order in which stages begin with them, which is that of the classes.
+    served = dict.fromkeys(
+        number
+        for each in (weights, *(later for _, later, _ in stages))
+        for number, weight in enumerate(each)
+        if weight
+    )
+    evaluated = [datasets[number]["val"] for number in served if "val" in datasets[number]]
     return TrainingData(train, _join_val(evaluated, train.classes))
 
 
@@ -74,3 +91,17 @@ def _join_val(splits: Sequence[Split], classes: Sequence[str]) -> Split | Mixtur
             "has a split 'val'; name the data sets that have one first in --data"
         )
     return val
+
+
+def choose_task(config: TrainConfig, split: Split | Mixture) -> Task:
+    """Return the task for a split or mixture: classification of its images, or language modelling of its tokens.
+
+    Raises:
+        ConfigError: the samples have neither images nor tokens.
+    """
+    columns = columns_of(split)
+    if IMAGE in columns:
+        return Classification(config, split)
+    if config.token_column in columns:
+        return LanguageModelling(config, split)
+    raise ConfigError(f"{split!r} has neither images nor tokens to train on; its columns are {', '.join(columns)}")

@@ -1,9 +1,12 @@
-"""One optimizer step with the batches of all ranks. The training loop runs it, and the profiler measures it."""
+"""One optimizer step with the batches of all ranks, and the moving average of the weights that it updates.
+
+The training loop runs the step, and the profiler measures it. A run saves and evaluates both weights and average.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -11,9 +14,10 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.errors import ConfigError
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel
+from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.recorder import Mark, mark_nothing
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
@@ -60,7 +64,8 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
 
     Every rank must call this, with a batch of its loader. `mark` is called at the end of each part: "transfer",
     "targets", "forward", "backward", "all-reduce", "update". The loss is the mean over the targets of all ranks if
-    `run.shares_loss`, else that of this rank's batch.
+    `run.shares_loss`, else that of this rank's batch. If the run masks all samples of all ranks, the step changes
+    nothing, and the loss is 0. If ranks average weights, a rank without targets makes no step of its own.
 
     Raises:
         HorovodInternalError: a rank is lost. With a divided model, it may be another error of a connection, see
@@ -71,31 +76,25 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     examples = run.task.unpack(batch, run.device)
     num_targets = run.task.count_targets(examples)
     mark("transfer")
-    # Divide by the number of targets of all ranks and passes, not of this pass (Goyal et al. 2017, remark 3).
-    # Ranks that have the same batch count its targets once.
-    num_divided_by = num_targets * run.layout.num_data_ranks
-    if run.config.combines_steps:
-        # Adasum combines steps of ranks that each follow the mean over their own targets.
-        num_divided_by = num_targets
-    elif run.task.targets_vary:
-        num_divided_by = int(
-            hvd.allreduce(
-                torch.tensor(num_targets, dtype=torch.int64, device="cpu"), name="update.targets", op=hvd.Sum
-            )
-        )
-        num_divided_by //= run.layout.num_copies
-        mark("targets")
-    num_divided_by = max(num_divided_by, 1)  # 0 if all blocks are padding; their gradient is 0 too
+    num_of_all = _count_all_targets(run, num_targets, mark)
+    if num_of_all == 0 and run.task.masks_samples and not run.config.averages_weights:
+        # Not even with a gradient of 0: momentum and weight decay would move the weights all the same.
+        return torch.zeros((), device=run.device)
+    # A rank with steps of its own follows the mean over its own targets.
+    num_divided_by = max(num_targets if run.config.makes_own_steps else num_of_all, 1)  # 0 if all are padding
     if run.divided is None:
         total = _accumulate(run, examples, num_divided_by, mark)
     else:
         total = _accumulate_divided(run, run.divided, examples, num_divided_by, mark)
+    if run.config.averages_weights and num_targets == 0:
+        # Without gradients, the optimizer changes no weight, but takes part in the round that may be due.
+        run.optimizer.zero_grad()
     shared_loss = None
     if run.shares_loss and hvd.size() > 1:
         # Sent beside the gradients, and read after the step. Ranks that have the same batch count it equally often.
         sums = torch.stack((total.double(), torch.full_like(total, num_targets, dtype=torch.float64)))
         shared_loss = hvd.allreduce_async(sums, name="update.loss", op=hvd.Sum)
-    if not run.config.combines_steps:
+    if not run.config.makes_own_steps:
         run.optimizer.synchronize()
     mark("all-reduce")
     run.loss_scale.unscale_(run.optimizer)  # after the all-reduce, so that all ranks see the same infinities
@@ -106,9 +105,9 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
             torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
         else:
             run.divided.clip_gradients(run.config.clip_norm)
-    # Gradients that are combined already must not be summed once more. With Adasum, the ranks combine their steps in
-    # here, after each rank has clipped its own gradient.
-    with contextlib.nullcontext() if run.config.combines_steps else run.optimizer.skip_synchronize():
+    # Gradients that are combined already must not be summed once more. With steps of their own, the ranks combine
+    # these or average their weights in here, after each rank has clipped its own gradient.
+    with contextlib.nullcontext() if run.config.makes_own_steps else run.optimizer.skip_synchronize():
         run.loss_scale.step(run.optimizer)
     scale = run.loss_scale.get_scale()
     run.loss_scale.update()
@@ -121,6 +120,20 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
         return total / max(num_targets, 1)
     sums = cast("torch.Tensor", hvd.synchronize(shared_loss))
     return (sums[0] / sums[1].clamp(min=1)).float()
+
+
+def _count_all_targets(run: Learner, num_targets: int, mark: Mark) -> int:
+    """Return the number of targets of a step over all ranks, by which each divides the sum of its losses."""
+    # Divide by the number of targets of all ranks and passes, not of this pass (Goyal et al. 2017, remark 3).
+    # Ranks that have the same batch count its targets once. Adasum needs the sum only to find a step without targets.
+    # Ranks that average weights never wait here: each makes a step, or none, by its own number.
+    is_own = run.config.averages_weights or (run.config.combines_steps and not run.task.masks_samples)
+    if not run.task.targets_vary or is_own:
+        return num_targets * run.layout.num_data_ranks
+    count = torch.tensor(num_targets, dtype=torch.int64, device="cpu")
+    total = int(hvd.allreduce(count, name="update.targets", op=hvd.Sum))
+    mark("targets")
+    return total // run.layout.num_copies
 
 
 def _share_overflow(scale: torch.amp.GradScaler, optimizer: Any) -> None:
@@ -167,3 +180,73 @@ def _accumulate_divided(
         mark("backward")
         divided.sum_gradients()
     return divided.sum_over_copies(total)
+
+
+class WeightAverage:
+    """Averages a model's weights: `average = decay * average + (1 - decay) * weights` after each step.
+
+    After n updates the decay is `min(decay, (1 + n) / (10 + n))`. Buffers, such as the statistics of batch
+    normalisation, are not averaged.
+
+    Args:
+        model: its parameters are averaged; the average starts as a copy of them.
+        decay: weight of the previous average, 0 <= decay < 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._num_updates = 0
+        self._weights = dict(model.named_parameters())
+        self._averages = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Set the average to the current weights and the number of updates to 0."""
+        self._num_updates = 0
+        for name, weight in self._weights.items():
+            self._averages[name].copy_(weight)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the current weights to the average; call this after each step."""
+        self._num_updates += 1
+        # The decay is smaller at first. Otherwise the initial weights would dominate the average of a short run.
+        decay = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
+        averages, weights = (list(map(to_local, tensors.values())) for tensors in (self._averages, self._weights))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Exchange the weights for their average inside the context; do not train inside it."""
+        # Exchange the values in place, because the optimizer and a compiled model hold references to the tensors.
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, weight in self._weights.items():
+            trained = weight.detach().clone()
+            weight.copy_(self._averages[name])
+            self._averages[name].copy_(trained)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages (not copied) and the number of updates as a state tree, a nested dict."""
+        return {"num_updates": self._num_updates, "averages": dict(self._averages)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned.
+
+        Raises:
+            ConfigError: the state has other names or shapes than this model.
+        """
+        saved_shapes = {name: tuple(average.shape) for name, average in state["averages"].items()}
+        if saved_shapes != {name: tuple(average.shape) for name, average in self._averages.items()}:
+            raise ConfigError(
+                "the averaged weights of the checkpoint have other names or shapes than the model; use another --name"
+            )
+        for name, average in self._averages.items():
+            average.copy_(state["averages"][name])
+        self._num_updates = int(state["num_updates"])

@@ -29,11 +29,17 @@ import lmdb
 
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.files import DISK_FULL, Files, ScannedFile
-from datasvc.cache.catalogue.lease import RunningJob, is_held, lease_of
-from datasvc.cache.catalogue.object_locks import PRIVATE_FILE, ObjectLocks, TransactionLock
+from datasvc.cache.catalogue.object_locks import (
+    PRIVATE_FILE,
+    ObjectLocks,
+    RunningJob,
+    TransactionLock,
+    is_held,
+    lease_of,
+)
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
-from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
+from datasvc.cache.catalogue.space import NO_JOB, SPARE_NOTHING, SpaceAllocator, evict_for_inode, min_distance_of
 from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure, parse_objects
 from datasvc.errors import CacheFullError, UnavailableError
 from datasvc.order import NextUse
@@ -208,7 +214,7 @@ class Catalogue:
                 # The object's space is charged already; that of its damaged copy in the quarantine may not be.
                 space.count_quarantine(record.tenant)
             else:
-                min_distance_bytes = _min_distance_bytes(prefetch, evict=evict)
+                min_distance_bytes = min_distance_of(prefetch, evict=evict)
                 lacks_space = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
             is_locked = None
             if not lacks_space:
@@ -316,7 +322,7 @@ class Catalogue:
             record = tables.get(digest)
             assert record is not None, digest
             if not self._files.has_inodes():
-                if _evict_for_inode(tables, space, record.tenant):
+                if evict_for_inode(tables, space, record.tenant):
                     return
                 refusal = self._no_inodes()
             else:
@@ -340,7 +346,7 @@ class Catalogue:
     def free_inode(self) -> None:
         """Evict an object to free an inode for a file such as a lease. Raises CacheFullError if none is left."""
         with self._writing() as (tables, space):
-            if _evict_for_inode(tables, space, DEFAULT_TENANT):
+            if evict_for_inode(tables, space, DEFAULT_TENANT):
                 return
         raise self._no_inodes()
 
@@ -374,6 +380,29 @@ class Catalogue:
             tables.delete(digest, record)
             space.quarantine(digest, held=held)
             return "held" if held else "unused"
+
+    def evict(self, digests: Iterable[Digest]) -> list[Digest]:
+        """Delete objects, also pinned ones, and all quarantined files that are not in use; return those in use.
+
+        The files of objects in use go to the quarantine, which frees their space when their last user has ended.
+        """
+        held: list[Digest] = []
+        with self._writing() as (tables, space):
+            space.sweep()
+            for digest in digests:
+                record = tables.get(digest)
+                if record is None:
+                    held += [digest] if space.is_quarantined(digest) else []
+                    continue
+                if space.try_lock_exclusive(digest):
+                    space.forget(digest, record)
+                    self._files.remove_incoming(digest)
+                    continue
+                held.append(digest)
+                if record.state != RESERVED:
+                    tables.delete(digest, record)
+                    space.quarantine(digest, held=True)
+        return held
 
     def mark_verified(self, digest: Digest) -> None:
         """Make an object resident if its state is UNVERIFIED. The caller has verified its bytes."""
@@ -422,7 +451,7 @@ class Catalogue:
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-            if not _evict_for_inode(tables, space, tenant, min_distance_bytes):
+            if not evict_for_inode(tables, space, tenant, min_distance_bytes):
                 return None
 
     def _no_inodes(self) -> CacheFullError:
@@ -468,24 +497,3 @@ class Catalogue:
             raise UnavailableError(
                 f"cannot change the files of the cache {self._files.folder}: {error}; check its disk and permissions"
             ) from error
-
-
-def _min_distance_bytes(prefetch: NextUse | None, *, evict: bool) -> int:
-    """Return the distance of next uses up to which a fetch evicts nothing; for the arguments see `reserve`."""
-    # An object that is needed now may take the place of any unused one. A prefetch keeps those needed before its own.
-    distance_bytes = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
-    return distance_bytes if evict else max(distance_bytes, SPARE_NEEDED)
-
-
-def _evict_for_inode(
-    tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int = SPARE_NOTHING
-) -> bool:
-    """Free an inode: remove files of ended processes, or else evict an object. Return False if there is neither."""
-    old_limit = tables.limit_bytes
-    # The bytes in use exceed this limit by one, so `make_space` must remove a file. The old limit is restored
-    # afterwards: the disk lacks only inodes, not space.
-    tables.limit_bytes = tables.account().total_bytes - 1
-    try:
-        return space.make_space(tenant, 0, min_distance_bytes)
-    finally:
-        tables.limit_bytes = old_limit

@@ -3,11 +3,11 @@
 CACHE/cache.json            budget and quotas, see `configuration`
 CACHE/objects/3f/3fa9...    resident objects, named by digest
 CACHE/incoming/3fa9...      an object that is being fetched, locked by the fetching thread
-CACHE/incoming/*.parts      list of its received parts, see `range_requests`
+CACHE/incoming/*.parts      list of its received parts, see `origin_source`
 CACHE/quarantine/3fa9...    objects whose bytes have changed, kept until their space is needed
 CACHE/pins/                 pins, see `configuration`
 CACHE/holds/                locks of objects in use, see `object_locks`
-CACHE/leases/               one locked file per process, see `lease`
+CACHE/leases/               one locked file per process, see `object_locks`
 CACHE/catalogue/            LMDB database, see `catalogue` and `recovery`
 CACHE/links/                staged files under their original names, see `staged_files`
 
@@ -28,8 +28,7 @@ from typing import Final, NamedTuple
 
 from datasvc import durable
 from datasvc.cache.catalogue.configuration import check_folder
-from datasvc.cache.catalogue.lease import is_locked, unlock_and_close
-from datasvc.cache.catalogue.object_locks import PRIVATE_FOLDER, make_private
+from datasvc.cache.catalogue.object_locks import PRIVATE_FOLDER, is_locked, make_private, unlock_and_close
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest

@@ -3,7 +3,7 @@
 The clock counts the bytes that the order has served since epoch 0: the number of positions times the mean size of a
 sample. So the next uses of all jobs of a cache have the same unit. A lane is a span of the data set; an order reads
 its lanes in parallel. `plan_uses` plans any epochs. A `UseTimeline` has the present epoch and the next one, which is
-enough to find each shard's next use, because every shard is used in each epoch.
+enough to find each shard's next use, because every shard is used in each epoch, unless its weights are very small.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class UseTimeline:
         *,
         step_bytes: int | None = None,
     ) -> None:
-        self._samples, self._bytes = table.samples_per_shard, table.bytes_per_shard
+        self._table, self._bytes = table, table.bytes_per_shard
+        samples = table.samples_per_shard
         self._config = config
         self._lanes = None if lanes is None else np.asarray(lanes)
-        self._num_samples = int(self._samples.sum())
-        self._step_bytes = step_bytes or bytes_per_position(self._samples, self._bytes)
+        self._num_samples = int(samples.sum())
+        self._step_bytes = step_bytes or bytes_per_position(samples, self._bytes)
         self._epochs: dict[int, tuple[Uses, Uses]] = {}
 
     def clock(self, epoch: int, position: int) -> int:
@@ -109,7 +110,8 @@ class UseTimeline:
         for number in (epoch, epoch + 1):
             pair = self._epochs.get(number)
             if pair is None:
-                uses = plan_uses(self._samples, self._bytes, self._config, [number], step_bytes=self._step_bytes)
+                counts = self._table.epoch_counts(self._config, number)
+                uses = plan_uses(counts, self._bytes, self._config, [number], step_bytes=self._step_bytes)
                 pair = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
                 # The dictionary is replaced, not changed, because other threads may be reading it.
                 neighbours = {other: entry for other, entry in self._epochs.items() if abs(other - number) <= 1}

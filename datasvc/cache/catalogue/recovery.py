@@ -23,8 +23,7 @@ from datasvc import durable
 from datasvc.cache.catalogue.catalogue import Catalogue
 from datasvc.cache.catalogue.configuration import Configuration, read_pins
 from datasvc.cache.catalogue.files import Files
-from datasvc.cache.catalogue.lease import sweep, unlock_and_close
-from datasvc.cache.catalogue.object_locks import ObjectLocks, open_lock_file
+from datasvc.cache.catalogue.object_locks import ObjectLocks, open_lock_file, sweep, unlock_and_close
 from datasvc.cache.catalogue.tables import describe_failure
 from datasvc.errors import CorruptDataError, UnavailableError
 

@@ -13,13 +13,12 @@ from typing import Final
 
 from datasvc.cache.catalogue.eviction import EvictionCandidate, by_distance, choose_victims, distance_bytes
 from datasvc.cache.catalogue.files import FileLink, Files
-from datasvc.cache.catalogue.lease import is_held, lease_of
-from datasvc.cache.catalogue.object_locks import ObjectLocks
+from datasvc.cache.catalogue.object_locks import ObjectLocks, is_held, lease_of
 from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.tables import CatalogueTables, JobRow
 from datasvc.errors import CacheFullError, CorruptDataError
-from datasvc.order import NEVER
+from datasvc.order import NEVER, NextUse
 from datasvc.repository import Digest, ObjectInfo
 
 NO_JOB: Final = ""
@@ -219,6 +218,10 @@ class SpaceAllocator:
             self._tables.quarantined_bytes += file_bytes - _footprint_of(quarantined)
             path.replace(quarantined)
 
+    def is_quarantined(self, digest: Digest) -> bool:
+        """Return whether the quarantine has a file of an object, such as one on which a job still has a hold."""
+        return any((self._files.quarantine / f"{digest}{suffix}").exists() for suffix in ("", _MAPPED))
+
     def quarantine_or_remove(self, digest: Digest, tenant: str) -> None:
         """Quarantine a corrupt file, or remove it if `tenant` has no space for both this file and a correct one."""
         path = self._files.object_path(digest)
@@ -291,3 +294,24 @@ def _footprint_of(path: Path) -> int:
         return footprint(path.lstat().st_size)
     except FileNotFoundError:
         return 0
+
+
+def evict_for_inode(
+    tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int = SPARE_NOTHING
+) -> bool:
+    """Free an inode: remove files of ended processes, or else evict an object. Return False if there is neither."""
+    old_limit = tables.limit_bytes
+    # The bytes in use exceed this limit by one, so `make_space` must remove a file. The old limit is restored
+    # afterwards: the disk lacks only inodes, not space.
+    tables.limit_bytes = tables.account().total_bytes - 1
+    try:
+        return space.make_space(tenant, 0, min_distance_bytes)
+    finally:
+        tables.limit_bytes = old_limit
+
+
+def min_distance_of(prefetch: NextUse | None, *, evict: bool) -> int:
+    """Return the distance of next uses up to which a fetch evicts nothing; see `Catalogue.reserve`."""
+    # An object that is needed now may take the place of any unused one. A prefetch keeps those needed before its own.
+    distance_bytes = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
+    return distance_bytes if evict else max(distance_bytes, SPARE_NEEDED)

@@ -24,7 +24,7 @@ import lmdb
 
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.eviction import UNKNOWN
-from datasvc.cache.catalogue.lease import is_order
+from datasvc.cache.catalogue.object_locks import is_order
 from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import (
     RESERVED,

@@ -14,8 +14,7 @@ from datasvc.cache.catalogue.catalogue import Catalogue
 from datasvc.cache.catalogue.files import DISK_FULL, FileLink, Files
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peers import Peers
-from datasvc.cache.sources.origin_source import Kind, ObjectSource, OriginSource, RequestPool
-from datasvc.cache.sources.range_requests import ReceivedParts
+from datasvc.cache.sources.origin_source import Kind, ObjectSource, OriginSource, ReceivedParts, RequestPool
 from datasvc.cache.sources.remote_file import RemoteFile, Store
 from datasvc.errors import CorruptDataError
 from datasvc.progress import Progress

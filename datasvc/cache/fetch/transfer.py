@@ -15,8 +15,7 @@ from functools import partial
 
 from blake3 import blake3
 
-from datasvc.cache.sources.origin_source import Kind, ObjectSource
-from datasvc.cache.sources.range_requests import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.origin_source import PART_BYTES, Kind, ObjectSource, ReceivedParts
 from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo

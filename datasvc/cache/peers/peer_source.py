@@ -21,8 +21,7 @@ from typing import Any, cast
 from urllib.parse import urlencode, urlsplit
 
 from datasvc.cache.peers.peer_health import PeerHealth
-from datasvc.cache.sources.origin_source import Kind
-from datasvc.cache.sources.range_requests import Sink
+from datasvc.cache.sources.origin_source import Kind, Sink
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.redaction import redact_url

@@ -20,6 +20,7 @@ from datasvc.order import NextUse, OrderConfig
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards import Shard, ShardRequest, Split
 from datasvc.shards.format.partial_reader import PartialShard, open_partial
+from datasvc.shards.format.shard_table import ShardTable
 
 _MAX_FETCHES = 4  # at once, by the threads of one store
 
@@ -81,6 +82,10 @@ class PrefetchingShardStore:
         if outcome != "resident" and self._stager is None:
             self._start()
         return shard, outcome
+
+    def objects(self, table: ShardTable) -> Objects:
+        """See `CachedShards.objects`."""
+        return self._shards.objects(table)
 
     def is_resident(self, info: ObjectInfo) -> bool:
         """Return whether a shard can be opened without a fetch."""

@@ -14,14 +14,7 @@ import typer
 
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import (
-    JsonOption,
-    RepoOption,
-    print_facts,
-    print_json_line,
-    print_line,
-    resumable,
-)
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json_line, print_line, resumable
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.progress import Progress, byte_progress
@@ -272,6 +265,11 @@ def format_counts(counts: Mapping[str, int]) -> str:
 def read_keys(path: str) -> list[str]:
     """Return the non-empty lines of a file; "-" is standard input. For errors, see `read_lines`."""
     return [line for line in read_lines(path, "keys") if line]
+
+
+def chosen_keys(sample: Sequence[str] | None, keys: str | None) -> list[str]:
+    """Return the keys of `--sample KEY` and of the file of `--keys`. For errors, see `read_lines`."""
+    return [*(sample or []), *(read_keys(keys) if keys is not None else [])]
 
 
 def read_lines(path: str, what: str) -> list[str]:

@@ -69,7 +69,7 @@ def log(
     from datasvc.repository import Repository
     from datasvc.repository.logs.branches import branch_of
     from datasvc.shards.versions.dataset import readable_versions
-    from datasvc.shards.versions.describe import describe_log
+    from datasvc.shards.versions.describe import describe_log, purged_by_version
 
     repository = Repository.open(repo)
     if svg is not None:
@@ -90,9 +90,13 @@ def log(
     branches = {entry.number: branch_of(entry.content) for entry in entries}
     # A data set without branches has no column of them.
     has_branches = any(branches.values())
+    purged = purged_by_version(
+        repository, entries.name, [each.number for each in entries if each.number not in removed]
+    )
     rows = [
         (
-            f"{entries.name}@{entry.number}{' (removed)' if entry.number in removed else ''}",
+            f"{entries.name}@{entry.number}{' (removed)' if entry.number in removed else ''}"
+            + (f" ({purged[entry.number]} purged)" if entry.number in purged else ""),
             *([branches[entry.number] or "-"] if has_branches else []),
             entry.content.get("created", "-"),
             sum(split["samples"] for split in entry.content["splits"].values()),

@@ -9,8 +9,8 @@ import typer
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     JsonOption,
-    RefArgument,
     RepoOption,
+    SamplesArgument,
     print_facts,
     print_json,
     print_line,
@@ -34,7 +34,7 @@ _MAX_BAR_CHARACTERS = 40
     max_shards=typer.Option(min=1),
 )
 def samples(
-    ref: RefArgument,
+    ref: SamplesArgument,
     repo: RepoOption,
     *,
     num: Annotated[int, typer.Option("-n", min=1, help="Number of samples.")] = 100,
@@ -59,7 +59,7 @@ def samples(
 
 @options_from("shards.query.sample_details.read_sample", max_shards=typer.Option(min=1))
 def sample(
-    ref: RefArgument,
+    ref: SamplesArgument,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the sample.")],
     repo: RepoOption,
     *,
@@ -88,7 +88,7 @@ def sample(
 
 @options_from("shards.query.histogram.histogram", bins=typer.Option(min=1, max=1000), max_shards=typer.Option(min=1))
 def histogram(
-    ref: RefArgument,
+    ref: SamplesArgument,
     column: Annotated[
         str, typer.Argument(metavar="COLUMN", help="Column, or SQL expression such as 'width / height'.")
     ],

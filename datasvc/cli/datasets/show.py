@@ -13,8 +13,8 @@ from datasvc.cli.terminal.output import (
     CsvOption,
     JsonOption,
     QueryArgument,
-    RefArgument,
     RepoOption,
+    SamplesArgument,
     SplitOption,
     WhereOption,
     check_one_format,
@@ -39,11 +39,15 @@ _MAX_BAR_CHARACTERS = 40
 
 
 def show(
-    ref: RefArgument,
+    ref: SamplesArgument,
     repo: RepoOption,
     bad: Annotated[
         bool, typer.Option("--bad", help="List the bad samples that its ingest left out, and the reasons.")
     ] = False,
+    confusion: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Count the pairs of values of two columns, such as label label_old."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a data-set version: its origin, splits, statistics, columns and classes.
@@ -60,6 +64,11 @@ def show(
         else:
             rows = [(sample["split"], sample["key"], sample["reason"]) for sample in samples]
             print_table(("split", "key", "reason"), rows)
+        return
+    if confusion is not None:
+        from datasvc.shards.query.histogram import confusion as count_pairs
+
+        _print_confusion(count_pairs(Repository.open(repo), ref, *confusion), *confusion, as_json=as_json)
         return
     facts = describe_version(Repository.open(repo), ref)
     if as_json:
@@ -91,6 +100,22 @@ def show(
             _print_split(name, split)
 
 
+def _print_confusion(
+    splits: Mapping[str, list[tuple[str, str, int]]], first: str, second: str, *, as_json: bool
+) -> None:
+    if as_json:
+        names = (first, second, "samples")
+        print_json(
+            {split: [dict(zip(names, pair, strict=True)) for pair in pairs] for split, pairs in splits.items()}
+        )
+        return
+    for split, pairs in splits.items():
+        equal = sum(count for a, b, count in pairs if a == b)
+        total = sum(count for _, _, count in pairs)
+        print_line(f"{split}: {first} and {second} agree on {equal} of {count_text(total, 'sample')}")
+        print_table((first, second, "samples"), [(a or "-", b or "-", count) for a, b, count in pairs])
+
+
 def removal_line(removal: Mapping[str, Any] | None) -> dict[str, object]:
     """Return the line that says when and why a version was removed; `removal` is the entry of its removal."""
     if removal is None:
@@ -100,7 +125,7 @@ def removal_line(removal: Mapping[str, Any] | None) -> dict[str, object]:
 
 
 def head(
-    ref: RefArgument,
+    ref: SamplesArgument,
     repo: RepoOption,
     num: Annotated[int, typer.Option("-n", min=0, help="Number of samples per split.")] = 10,
     split: SplitOption = None,
@@ -129,11 +154,11 @@ def head(
     # A generator, so that the first samples are printed before the last ones are read.
     samples = (sample for chosen in choose_split(dataset, split) for sample in preview_samples(chosen, num, where))
     if html is not None:
-        num_written = write_contact_sheet(html, str(dataset.resolved), samples)
+        num_written = write_contact_sheet(html, dataset.title, samples)
         if as_json:
             print_json({"file": str(html), "samples": num_written})
         else:
-            print_line(f"wrote {count_text(num_written, 'sample')} of {dataset.resolved} to {html}")
+            print_line(f"wrote {count_text(num_written, 'sample')} of {dataset.title} to {html}")
     elif as_json:
         print_json([_sample_facts(sample) for sample in samples])
     else:
@@ -144,7 +169,7 @@ def head(
 
 
 def sql(
-    ref: RefArgument,
+    ref: SamplesArgument,
     query: QueryArgument,
     repo: RepoOption,
     as_csv: CsvOption = False,

@@ -1,4 +1,4 @@
-"""`datasvc push | pull | export`: copy versions of data sets to another repository, or write another format."""
+"""`datasvc push | pull | export | copies`: copy data sets to another repository or format, and list these copies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     JsonOption,
-    RefArgument,
     RepoOption,
+    SamplesArgument,
     SplitOption,
     print_json,
     print_line,
@@ -141,6 +141,8 @@ def transfer_and_print(
         totals = {"objects": result.num_objects, "bytes": result.bytes, "tags": list(result.tags), "dry_run": dry_run}
         if result.branches:
             totals["branches"] = list(result.branches)
+        if result.views:
+            totals["views"] = list(result.views)
         print_json({"versions": versions, **totals})
         return
     rows = [(copy.source, copy.target, "new" if copy.is_new else "existed") for copy in result.versions]
@@ -150,11 +152,13 @@ def transfer_and_print(
     if result.branches:
         print_line(f"{'would carry' if dry_run else 'carried'} the branch {', '.join(result.branches)}")
     verb = "would copy" if dry_run else "copied"
+    if result.views:
+        print_line(f"{verb} the view {', '.join(result.views)}")
     print_line(f"{verb} {count_text(result.num_objects, 'object')}, {format_size(result.bytes)}")
 
 
 def export(
-    ref: RefArgument,
+    ref: SamplesArgument,
     destination: Annotated[str, typer.Argument(metavar="DEST", help="New or empty folder, local or any fsspec URL.")],
     repo: RepoOption,
     export_format: Annotated[DatasetFormat, typer.Option("--format", help="Format to write.")],
@@ -171,20 +175,12 @@ def export(
     DEST is complete when it contains datasvc-export.json. After an interruption, the same command continues.
     """
     from datasvc.repository import Repository
-    from datasvc.shards import open_dataset
     from datasvc.shards.export import export as run_export
 
     repository = Repository.open(repo)
-    dataset = open_dataset(repository, ref)
-    with resumable(), byte_progress(f"exporting {dataset.resolved}") as progress:
+    with resumable(), byte_progress(f"exporting {ref}") as progress:
         result = run_export(
-            repository,
-            str(dataset.resolved),
-            destination,
-            export_format,
-            split=split,
-            workers=workers,
-            progress=progress,
+            repository, ref, destination, export_format, split=split, workers=workers, progress=progress
         )
     splits = {
         name: {"samples": written.num_samples, "files": written.num_files, "bytes": written.size_bytes}
@@ -194,7 +190,29 @@ def export(
     counts = ", ".join(f"{facts['samples']} {name}" for name, facts in splits.items())
     num_files, size_bytes = (sum(facts[key] for facts in splits.values()) for key in ("files", "bytes"))
     line = (
-        f"exported {result.version} as {result.format} to {result.destination}: {counts} samples, "
+        f"exported {result.title} as {result.format} to {result.destination}: {counts} samples, "
         f"{count_text(num_files, 'file')}, {format_size(size_bytes)}"
     )
     print_result(facts | {"splits": splits}, line, as_json=as_json)
+
+
+def copies(
+    repo: RepoOption,
+    name: Annotated[str | None, reference("Data set; default: all.", "NAME")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the recorded copies of a data set: exports, and transfers by push and pull, oldest first.
+
+    Example: datasvc copies pets --repo ./repo
+
+    `datasvc purge` lists those that have a purged sample.
+    """
+    from datasvc.api.recorded_copies import read_copies
+    from datasvc.repository import Repository
+
+    found = read_copies(Repository.open(repo), name)
+    if as_json:
+        print_json([each.to_json() for each in found])
+    else:
+        rows = [(each.created, each.kind, each.version, each.samples, each.destination, each.by) for each in found]
+        print_table(("created", "kind", "version", "samples", "destination", "by"), rows)

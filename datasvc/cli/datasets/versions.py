@@ -13,6 +13,7 @@ from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     DoneOption,
     JsonOption,
+    KeysOption,
     MessageOption,
     RefArgument,
     RepoOption,
@@ -43,9 +44,7 @@ _MAX_KEYS = 10  # keys of each kind that are listed
 def delete(
     ref: RefArgument,
     repo: RepoOption,
-    keys: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
-    ] = None,
+    keys: KeysOption = None,
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Delete the samples whose bytes are lost; reads every byte.")
     ] = False,
@@ -256,6 +255,9 @@ def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
     lines: dict[str, object] = {}
     for kind in ("added", "deleted", "changed"):
         lines[kind] = f"{facts[kind]} ({_list_keys(keys[kind], facts[kind])})" if facts[kind] else 0
+    if facts["relabelled"]:
+        labels = [f"{each['key']} {each['old'] or '-'} to {each['new'] or '-'}" for each in facts["labels"]]
+        lines["relabelled"] = f"{facts['relabelled']} ({_list_keys(labels, facts['relabelled'])})"
     lines |= {"unchanged": facts["unchanged"], **schema_changes(facts)}
     if distance:
         largest = sorted(counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))[:_MAX_KEYS]

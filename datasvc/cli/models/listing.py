@@ -25,6 +25,7 @@ from datasvc.cli.terminal.output import (
     write_version_graph,
 )
 from datasvc.errors import ConfigError
+from datasvc.models.versions.data_use import use_text
 from datasvc.printable import text_value
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def _show_metadata(ref: str, repo: str, *, as_json: bool) -> None:
     for artefact in facts.get("artefacts", ()):
         print_facts({f"artefact {artefact['name']}": _artefact_line(artefact)})
     for use in entry["data"]:
-        print_facts({f"data {use['dataset']}/{use['split']}": use["state"]})
+        print_facts({f"data {use_text(use)}": use["state"]})
     print_facts(
         {part: entry[part] for part in ("environment", "execution", "duration", "config", "metrics") if part in entry}
     )

@@ -8,14 +8,7 @@ import typer
 
 from datasvc.cli.datasets import maintain
 from datasvc.cli.datasets.maintain import ForceOption, RefsArgument, RemovalMessageOption, run_rm
-from datasvc.cli.datasets.tags import (
-    AtOption,
-    ExpectOption,
-    HistoryOption,
-    RemoveOption,
-    TagArgument,
-    run_tag,
-)
+from datasvc.cli.datasets.tags import AtOption, ExpectOption, HistoryOption, RemoveOption, TagArgument, run_tag
 from datasvc.cli.models.arguments import NameArgument, RefArgument
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (

@@ -1,4 +1,4 @@
-"""`datasvc models trained-on`: find the model versions that consumed given samples."""
+"""`datasvc models trained-on | evaluated`: versions that consumed given samples, and those of their evaluation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.datasets.ingest import read_keys
+from datasvc.cli.datasets.ingest import chosen_keys
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    KeysOption,
+    RepoOption,
+    SampleOption,
+    print_json,
+    print_line,
+    print_table,
+)
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text
 
@@ -23,6 +31,7 @@ _MAX_SHOWN = 10
 @options_from(
     "models.provenance.find_consumers.find_consumers",
     deleted_in=typer.Option(metavar="DATA"),
+    changed_in=typer.Option(metavar="DATA"),
     data=typer.Option(metavar="DATA"),
 )
 def trained_on(
@@ -31,12 +40,8 @@ def trained_on(
         list[str] | None,
         typer.Argument(metavar="[NAME|REF]...", help="Models (all their versions) or versions; default: all models."),
     ] = None,
-    sample: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Key of a sample; may be given several times.")
-    ] = None,
-    keys: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
-    ] = None,
+    sample: SampleOption = None,
+    keys: KeysOption = None,
     *,
     show: Annotated[
         int | None,
@@ -57,11 +62,13 @@ def trained_on(
     from datasvc.models import find_consumers
     from datasvc.repository import Repository
 
-    sample_keys = [*(sample or []), *(read_keys(keys) if keys is not None else [])]
+    sample_keys = chosen_keys(sample, keys)
     # Check the options and not the keys, because a file without keys is valid: it requests no sample.
-    by_key = options["deleted_in"] is None
+    by_key = options["deleted_in"] is None and options["changed_in"] is None
     if (sample is None and keys is None) == by_key:
-        raise ConfigError("give the samples with --sample KEY or --keys FILE, or with --deleted-in DATA alone")
+        raise ConfigError(
+            "give the samples with --sample KEY or --keys FILE, or with --deleted-in DATA or --changed-in DATA alone"
+        )
     report = find_consumers(Repository.open(repo), refs or (), keys=sample_keys if by_key else None, **options)
     if as_json:
         print_json(report.to_json(show))
@@ -134,3 +141,50 @@ def _range_texts(names: Sequence[str]) -> Iterator[str]:
 
     for _, group in groupby(enumerate(names), run_key):
         yield _range_text([name for _, name in group])
+
+
+@options_from(
+    "models.provenance.evaluated.find_evaluated",
+    data=typer.Option(metavar="DATA@N"),
+    split=typer.Option(metavar="SPLIT"),
+)
+def evaluated(
+    ref: Annotated[str, typer.Argument(metavar="NAME@VERSION", help="Model version.")],
+    repo: RepoOption,
+    *,
+    as_json: JsonOption = False,
+    **options: Any,
+) -> None:
+    """Find evaluation samples that a version was trained on, by the content of their images or other blobs.
+
+    Example: datasvc models evaluated digits-cnn@3 --repo ./repo
+
+    Exit status: 0 if the training data has none of them, 1 if it has some.
+    """
+    from datasvc.models.provenance.evaluated import find_evaluated
+    from datasvc.repository import Repository
+
+    found = find_evaluated(Repository.open(repo), ref, **options)
+    if as_json:
+        print_json(found.to_json())
+        raise typer.Exit(1 if found.samples else 0)
+    for name, size in found.evaluated.items():
+        shared = [sample for sample in found.samples if sample.data == name]
+        consumed = sum(sample.is_consumed for sample in shared)
+        print_line(
+            f"{name}: {len(shared):,} of {count_text(size, 'sample')} are in the training data of {found.version}, "
+            f"which was trained on {consumed:,} of them"
+        )
+    if found.samples:
+        print_table(
+            ["evaluation", "key", "training", "key there", "trained on"],
+            [
+                (each.data, each.key, each.trained_data, each.trained_key, "yes" if each.is_consumed else "no")
+                for each in found.samples
+            ],
+        )
+    if found.num_unchecked:
+        print_line(f"{count_text(found.num_unchecked, 'sample')} without a sample index were not compared")
+    for gap in found.gaps:
+        print_line(f"or more: {gap}")
+    raise typer.Exit(1 if found.samples else 0)

@@ -22,8 +22,8 @@ from datasvc.cli.nodes.options import (
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import (
     JsonOption,
-    RefArgument,
     RepoOption,
+    SamplesArgument,
     SplitOption,
     print_facts,
     print_json,
@@ -55,7 +55,8 @@ app = typer.Typer(no_args_is_help=True, help="The cache of this node.")
 def stage(
     context: typer.Context,
     refs_or_urls: Annotated[
-        list[str], reference("NAME, NAME@VERSION or NAME@TAG; or URLs of any files.", "REF|URL...")
+        list[str],
+        reference("NAME, NAME@VERSION, NAME@TAG; REF[CONDITION] or REF[VIEW]; or URLs of any files.", "REF|URL..."),
     ],
     cache: Annotated[
         Path | None,
@@ -205,7 +206,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
 @app.command()
 def pin(
     context: typer.Context,
-    ref: RefArgument,
+    ref: SamplesArgument,
     repo: RepoOption,
     cache: CacheOption,
     budget: BudgetOption = None,
@@ -336,7 +337,7 @@ def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Spli
     from datasvc.shards.versions.dataset import choose_split
 
     dataset = open_dataset(Repository.open(repo), ref)
-    return str(dataset.resolved), choose_split(dataset, split)
+    return dataset.title, choose_split(dataset, split)
 
 
 def _stage_files(urls: list[str], opened: Cache, *, as_json: bool) -> None:
@@ -369,7 +370,7 @@ def _maximum_text(maximum_bytes: int | None) -> str:
 
 @app.command()
 def placement(
-    ref: RefArgument,
+    ref: SamplesArgument,
     repo: RepoOption,
     node: Annotated[
         list[str], typer.Option(metavar="URL", help="All nodes, in the spelling that they have of each other.")

@@ -31,10 +31,19 @@ RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
 ]
 RefArgument = Annotated[str, reference("NAME, NAME@VERSION or NAME@TAG; a data set: also NAME@BRANCH.")]
+SamplesArgument = Annotated[
+    str, reference("NAME, NAME@VERSION or NAME@TAG; REF[CONDITION] or REF[VIEW] for a part of its samples.")
+]
 SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
 WhereOption = Annotated[
     str | None,
     typer.Option(metavar="EXPR", help="SQL condition over the columns, such as \"class = 'cat' and width < 100\"."),
+]
+SampleOption = Annotated[
+    list[str] | None, typer.Option(metavar="KEY", help="Key of a sample; may be given several times.")
+]
+KeysOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
 ]
 MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Do it. Without --yes, only print what would be removed.")]

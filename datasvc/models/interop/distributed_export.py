@@ -6,14 +6,15 @@ stored. The folder appears with the files of all ranks, or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from datasvc.errors import ConfigError
 from datasvc.models.interop.exporting import (
     SHARD_BYTES,
+    ExportPart,
     ModelExport,
     check_options,
     plan_files,
@@ -23,10 +24,12 @@ from datasvc.models.interop.exporting import (
     write_weights,
 )
 from datasvc.models.interop.whole_folder import create_folder
-from datasvc.models.restoring.restore import read_version
+from datasvc.models.restoring.restore import StoredVersion, read_version
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, open_channels, raise_on_all_ranks
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository
+
+T = TypeVar("T")
 
 _TIMEOUT_S: Final = 1800.0
 
@@ -48,21 +51,11 @@ def export_distributed(
 ) -> ModelExport:
     """Write a version in Hugging Face's layout, see `export_model`, divided among the ranks. Every rank calls this.
 
-    Files are so small that each rank writes about as many bytes as the others, as far as whole tensors allow.
-
-    Args:
-        repository: repository of the version.
-        ref: NAME, NAME@VERSION or NAME@TAG; rank 0 resolves it.
-        folder: folder that all ranks see; must be empty or not exist.
-        only: tensors to export; see `name_filter.select_names`.
-        exclude: tensors to leave out.
-        rename: new names; see `name_filter.map_names`.
-        dtype: dtype to convert floating-point tensors to, such as "bfloat16"; None keeps their dtypes.
-        max_shard_bytes: maximum size of the tensors in one file; a larger tensor gets its own file.
-        group: torch.distributed group of the ranks; None: the default group, or this process alone if there is none.
-        timeout_s: seconds that a rank waits for the others, which may have more to write.
-        trusted_keys: see `restore.read_version`.
-        progress: counts the bytes of each chunk that this rank read.
+    Files are so small that each rank writes about as many bytes as the others, as far as whole tensors allow. Rank 0
+    resolves `ref`. All ranks see `folder`, which must be empty or not exist. `group` is the torch.distributed group
+    of the ranks; None: the default group, or this process alone if there is none. A rank waits `timeout_s` seconds
+    for the others, which may have more to write. `progress` counts the bytes of each chunk that this rank read. For
+    the other arguments see `export_model`.
 
     Returns:
         The same on every rank: all files of the folder.
@@ -75,42 +68,26 @@ def export_distributed(
     channel, other = open_channels(group, timeout_s)
     try:
         with ExitStack() as opened:
-            temporary, version, error = None, None, None
-            try:
+
+            def create() -> tuple[str, str] | None:
                 check_options(dtype, max_shard_bytes)
-                if channel.rank == 0:
-                    version = str(repository.resolve("models", ref))
-                    temporary = str(opened.enter_context(create_folder(Path(folder))))
-            except Exception as failure:  # noqa: BLE001 - raised on all ranks
-                error = failure
-            answers = _exchange(channel, [temporary, version], error)
-            temporary, version = answers[0]
+                if channel.rank != 0:
+                    return None
+                version = str(repository.resolve("models", ref))
+                return version, str(opened.enter_context(create_folder(Path(folder))))
+
+            version, temporary = _together(channel, create, sends=True)[1]
             target = Path(temporary)
-            part, stored, files = None, None, {}
-            try:
+
+            def write() -> tuple[StoredVersion, ExportPart, dict[str, list[str]]]:
                 _check_visible(target)
                 stored = read_version(repository, version, trusted_keys=trusted_keys)
-                only, rename = select_weights(stored.records, only, exclude, rename)
-                part = select_part(repository, stored, only, exclude, rename, dtype, progress)
-                files = plan_files(part.specs, min(max_shard_bytes, max(1, -(-part.num_bytes // channel.size))))
-                own = {name: files[name] for name in sorted(files)[channel.rank :: channel.size]}
-                progress.begin(sum(part.records[name].nbytes for names in own.values() for name in names))
-                write_weights(target, part, own)
-            except Exception as failure:  # noqa: BLE001 - raised on all ranks
-                error = failure
-            _exchange(channel, None, error)
-            assert part is not None
-            assert stored is not None
-            try:
-                if channel.rank == 0:
-                    write_small_files(target, part, stored.entry, files)
-                    written = sorted(file.name for file in target.iterdir())
-                    opened.close()  # the folder appears
-                else:
-                    written = []
-            except Exception as failure:  # noqa: BLE001 - raised on all ranks
-                error = failure
-            written = _exchange(channel, written, error)[0]
+                chosen, names = select_weights(stored.records, only, exclude, rename)
+                part = select_part(repository, stored, chosen, exclude, names, dtype, progress)
+                return stored, part, _write_own_files(channel, target, part, max_shard_bytes)
+
+            (stored, part, files), _ = _together(channel, write)
+            _, written = _together(channel, lambda: _finish(channel, opened, target, part, stored, files), sends=True)
     finally:
         channel.close()
         # Not earlier: a rank that has connected would cut off those that still connect.
@@ -119,13 +96,50 @@ def export_distributed(
     return ModelExport(stored.version, "huggingface", paths, len(part.records), part.num_bytes)
 
 
+def _write_own_files(
+    channel: RankChannel, folder: Path, part: ExportPart, max_shard_bytes: int
+) -> dict[str, list[str]]:
+    """Write the files of this rank; return the names of the tensors in each file of all ranks."""
+    files = plan_files(part.specs, min(max_shard_bytes, max(1, -(-part.num_bytes // channel.size))))
+    own = {name: files[name] for name in sorted(files)[channel.rank :: channel.size]}
+    part.progress.begin(sum(part.records[name].nbytes for names in own.values() for name in names))
+    write_weights(folder, part, own)
+    return files
+
+
+def _finish(
+    channel: RankChannel,
+    opened: ExitStack,
+    folder: Path,
+    part: ExportPart,
+    stored: StoredVersion,
+    files: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """Let the folder appear, with its small files; return the names of all files. Does nothing but on rank 0."""
+    if channel.rank != 0:
+        return []
+    write_small_files(folder, part, stored.entry, files)
+    written = sorted(file.name for file in folder.iterdir())
+    opened.close()
+    return written
+
+
 def _check_visible(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"rank 0 created {folder}, which this rank does not see; name a folder on a shared disk")
 
 
-def _exchange(channel: RankChannel, message: Any, error: Exception | None) -> list[Any]:
-    """Return the messages of all ranks. Raises DatasvcError: a rank has an error."""
-    answers = channel.exchange([describe_error(error), None if error else message])
+def _together(channel: RankChannel, function: Callable[[], T], *, sends: bool = False) -> tuple[T, Any]:
+    """Call a function on all ranks; return the result of this rank, and that of rank 0 if ranks send theirs as JSON.
+
+    Raises:
+        DatasvcError: the function failed on a rank.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as failure:  # noqa: BLE001 - raised on all ranks below
+        error = failure
+    answers = channel.exchange([describe_error(error), result if sends else None])
     raise_on_all_ranks([answer[0] for answer in answers], error)
-    return [answer[1] for answer in answers]
+    return cast("T", result), answers[0][1]

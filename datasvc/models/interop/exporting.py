@@ -106,16 +106,14 @@ def export_model(
 ) -> ModelExport:
     """Write a version as files of another format; every byte is verified.
 
-    - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, and `entry.json`;
-      `state_types.json` if the state has ordered dicts, named tuples or tied tensors.
-      An import of this folder gives the same state.
+    - "safetensors": `tensors.safetensors`, `state.json` with all other values, `entry.json`, and `state_types.json`
+      if there are ordered dicts, named tuples or tied tensors. An import of this folder gives the same state.
     - "huggingface": `model.safetensors`, or several such files with an index; `config.json` and the other small files
       of an earlier import. By default, the tensors below `model` are written, without this prefix.
     - "torch": `checkpoint.pt`, for `torch.load(weights_only=True)`.
     - "dcp": a folder of torch.distributed.checkpoint.
 
-    With `only`, `exclude` or `rename`, the exported state is a dict of tensors by name. "torch" and "dcp" hold the
-    whole model in memory.
+    With `only`, `exclude` or `rename`, the state is a dict of tensors. "torch" and "dcp" hold the model in memory.
 
     Args:
         repository: repository of the version.
@@ -132,10 +130,8 @@ def export_model(
         progress: counts the bytes of each chunk that was read.
 
     Raises:
-        ConfigError: an argument is not valid, the folder is not empty or not writable, or the format does not support
-            a tensor. Nothing was written.
-        NotFoundError, CorruptDataError: see `load_tensors`. Nothing was written.
-        UnavailableError: a store does not answer, or the disk is full. Nothing was written.
+        ConfigError: an argument or the folder is not valid, or the format does not support a tensor.
+        NotFoundError, CorruptDataError, UnavailableError: see `load_tensors`, or the disk is full. No file remains.
     """
     if format not in FORMATS:
         raise ConfigError(f"{format!r} is not a supported format; expected one of: {', '.join(FORMATS)}")
@@ -145,29 +141,38 @@ def export_model(
     if format == "huggingface":
         only, rename = select_weights(stored.records, only, exclude, rename)
     part = select_part(repository, stored, only, exclude, rename, dtype, progress, source=source)
-    skeleton = None
     # The state tree needs all tensors under their stored names. Otherwise the exported state is a flat dict.
-    if not (only or exclude or rename):
-        skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
+    is_tree = not (only or exclude or rename)
     progress.begin(sum(record.nbytes for record in part.records.values()))
     target = Path(folder)
     with create_folder(target) as temporary:
-        if format == "safetensors":
-            safetensors.write_checkpoint(temporary, part.specs, part.load, skeleton, stored.entry)
-        elif format == "huggingface":
+        if format == "huggingface":
             files_to_write = plan_files(part.specs, max_shard_bytes)
             write_weights(temporary, part, files_to_write)
             write_small_files(temporary, part, stored.entry, files_to_write)
         else:
-            tensors = part.load(list(part.records))
-            # Plain tuples: `torch.load(weights_only=True)` refuses classes of the program that saved.
-            state = tensors if skeleton is None else unflatten(skeleton, tensors, named=False)
-            if format == "torch":
-                write_torch_file(temporary / CHECKPOINT_FILE, state)
-            else:
-                write_dcp_folder(temporary, state)
+            _write_state(repository, temporary, format, part, stored, is_tree=is_tree)
         files = tuple(target / file.name for file in sorted(temporary.iterdir()))
     return ModelExport(stored.version, format, files, len(part.records), part.num_bytes)
+
+
+def _write_state(
+    repository: Repository, folder: Path, file_format: str, part: ExportPart, stored: StoredVersion, *, is_tree: bool
+) -> None:
+    """Write a state tree or a dict of tensors, in a format other than "huggingface"."""
+    skeleton = None
+    if is_tree:
+        skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
+    if file_format == "safetensors":
+        safetensors.write_checkpoint(folder, part.specs, part.load, skeleton, stored.entry)
+        return
+    tensors = part.load(list(part.records))
+    # Plain tuples: `torch.load(weights_only=True)` refuses classes of the program that saved.
+    state = tensors if skeleton is None else unflatten(skeleton, tensors, named=False)
+    if file_format == "torch":
+        write_torch_file(folder / CHECKPOINT_FILE, state)
+    else:
+        write_dcp_folder(folder, state)
 
 
 def check_options(dtype: str | None, max_shard_bytes: int) -> None:

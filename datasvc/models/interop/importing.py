@@ -134,24 +134,29 @@ def import_model(
         stored = store_blocks(repository, tensors, base=base, codec=codec, progress=progress)
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error}") from error
-    digests = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
-    files = {"files": digests} if digests else {}
     # No revision is recorded, because the code in the working folder is not the code that trained the model.
     unknown_code = CodeRevision(None, dirty=False)
-    version = commit(
-        repository,
-        name,
-        replace(stored, skeleton=skeleton),
-        VersionMetadata(step, config=foreign.config, parent=parent, message=message, code=unknown_code),
-        extra={"imported": {"format": foreign.format, "path": str(path), **files}},
-        extra_objects=digests.values(),
-    )
-    size_bytes = sum(record.nbytes for record in stored.records)
+    metadata = VersionMetadata(step, config=foreign.config, parent=parent, message=message, code=unknown_code)
+    return _commit_foreign(repository, name, path, foreign, replace(stored, skeleton=skeleton), metadata)
+
+
+def _commit_foreign(
+    repository: Repository,
+    name: str,
+    path: Path,
+    foreign: ForeignState,
+    stored: StoredState,
+    metadata: VersionMetadata,
+) -> ImportReport:
+    """Commit a stored state as a version, with the small files of its source."""
+    digests = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
+    files = {"files": digests} if digests else {}
+    extra = {"imported": {"format": foreign.format, "path": str(path), **files}}
     return ImportReport(
-        version=version,
+        version=commit(repository, name, stored, metadata, extra=extra, extra_objects=digests.values()),
         format=foreign.format,
-        num_tensors=len(tensors),
-        bytes=size_bytes,
+        num_tensors=len(stored.records),
+        bytes=sum(record.nbytes for record in stored.records),
         new_bytes=stored.new_bytes,
         ignored=foreign.ignored,
         files=tuple(digests),

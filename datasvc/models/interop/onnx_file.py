@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
 from datasvc.extras import how_to_install
@@ -91,26 +91,26 @@ def export_onnx(
         # A scalar input has no batch dimension, so its shape is static.
         dynamic_shapes = tuple({0: torch.export.Dim.DYNAMIC} if example.dim() else None for example in inputs)
     with create_folder(target) as temporary:
-        try:
-            torch.onnx.export(
-                model,
-                tuple(inputs),
-                temporary / ONNX_FILE,
-                dynamo=True,
-                dynamic_shapes=dynamic_shapes,
-                verbose=False,
-            )
-        except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
-            lines = str(error).strip().splitlines()
-            raise ConfigError(
-                f"torch cannot export {type(model).__name__} to ONNX: {lines[0] if lines else error!r}"
-            ) from error
-        # torch does not sync the files that it writes, but `create_folder` requires synced files.
-        for file in temporary.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+        _convert(model, tuple(inputs), temporary / ONNX_FILE, dynamic_shapes)
         files = tuple(target / file.name for file in sorted(temporary.iterdir()))
     return OnnxExport(version, files, loaded)
+
+
+def _convert(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], path: Path, dynamic_shapes: Any) -> None:
+    """Write and sync the file, and that of its weights. Raise ConfigError: torch cannot convert the module."""
+    import torch
+
+    try:
+        torch.onnx.export(model, inputs, path, dynamo=True, dynamic_shapes=dynamic_shapes, verbose=False)
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
+        lines = str(error).strip().splitlines()
+        raise ConfigError(
+            f"torch cannot export {type(model).__name__} to ONNX: {lines[0] if lines else error!r}"
+        ) from error
+    # torch does not sync the files that it writes, but `create_folder` requires synced files.
+    for file in path.parent.iterdir():
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
 
 
 def make_model(text: str) -> torch.nn.Module:

@@ -17,13 +17,14 @@ import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.mix_schedule import MixSchedule, MixStage, read_stages
 from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_of
 from datasvc.order import OrderConfig, OrderState, count_steps
 from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
-_MIXTURE_FORMAT = 1
+_MIXTURE_FORMAT = 2  # format 1 has no stages
 _MAX_EPOCHS = 1 << 20  # of one segment; without a limit, an invalid entry could cause an almost endless loop
 
 
@@ -34,6 +35,7 @@ class Mix:
     weights: tuple[int, ...]
     epoch_samples: int
     block: int
+    stages: tuple[MixStage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,16 +120,17 @@ def parse_use(use: DataUse) -> tuple[ReadOrder, Cursor]:
 
 def _parse_mixture(state: Any) -> ReadOrder:
     """Return the read order in the state of a loader of a mixture. Raises ConfigError, see `parse_use`."""
-    if state["mixture_format"] != _MIXTURE_FORMAT:
+    if state["mixture_format"] not in (1, _MIXTURE_FORMAT):
         raise ConfigError(
-            f"the state of a mixture has format {state['mixture_format']}; this datasvc reads format "
+            f"the state of a mixture has format {state['mixture_format']}; this datasvc reads the formats 1 and "
             f"{_MIXTURE_FORMAT}: upgrade it"
         )
     try:
         mixture = state["mixture"]
         config = OrderConfig(**{name: state[name] for name in OrderConfig.__dataclass_fields__})
         weights = tuple(map(int, mixture["weights"]))
-        mix = Mix(weights, int(mixture["epoch_samples"]), int(mixture["block"]))
+        stages = tuple(read_stages(mixture)[1:]) if mixture.get("stages") else ()
+        mix = Mix(weights, int(mixture["epoch_samples"]), int(mixture["block"]), stages)
         tables = tuple(parse_digest(split["version"]) for split in mixture["splits"])
         names = tuple(str(split["name"]) for split in mixture["splits"])
     except (KeyError, TypeError, ValueError) as error:
@@ -145,6 +148,8 @@ def _parse_mixture(state: Any) -> ReadOrder:
             f"{count_text(mix.block, 'sample')} has no "
             "sample of one of the splits"
         )
+    if stages:
+        MixSchedule([MixStage(0, weights), *stages], mix.block)  # checks the same of the later weights
     return ReadOrder(tables, config, mix, names)
 
 

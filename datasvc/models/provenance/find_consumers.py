@@ -3,7 +3,8 @@
 Training does not record samples. The read order (the splits and their access order) determines the position of each
 sample in an epoch. The entry of a version records the positions that its training has consumed. A version has
 also consumed the samples of the versions that it continues. Samples that a run served after its last checkpoint
-belong to no version. A masked sample, which could not be decoded, counts as consumed: only a ledger records masking.
+belong to no version. A sample that the run masked on request does not count. One that could not be decoded counts as
+consumed, because only a ledger records it.
 
 A search has four stages: plan the segments of all versions (`segments`); find the keys in the shards (`key_lookup`);
 compute the positions of the samples in each epoch (`key_lookup`); compare these positions with the segments.
@@ -20,8 +21,9 @@ import numpy as np
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.models.provenance.consumed_ranges import EpochPart, ReadOrder, find_in, parts_of
-from datasvc.models.provenance.key_lookup import KeyPlaces, KeyPositions, find_places
-from datasvc.models.provenance.sample_query import SampleQuery, query_deleted, query_keys, read_tables
+from datasvc.models.provenance.key_lookup import KeyPlaces, KeyPositions, find_places, without_corrected
+from datasvc.models.provenance.masked_uses import MaskedUses
+from datasvc.models.provenance.sample_query import SampleQuery, query_deleted, query_keys, read_tables, version_table
 from datasvc.models.provenance.sample_uses import Bits, ConsumerReport, UseBatch, VersionUses
 from datasvc.models.provenance.segments import Consumed, plan_segments
 from datasvc.models.registry.ancestry import Ancestry, read_ancestry
@@ -37,6 +39,7 @@ def find_consumers(
     *,
     keys: Iterable[str] | None = None,
     deleted_in: str | None = None,
+    changed_in: str | None = None,
     data: str | None = None,
     split: str | None = None,
 ) -> ConsumerReport:
@@ -45,24 +48,30 @@ def find_consumers(
     Args:
         repository: repository of the versions and of the data sets that they read.
         refs: `NAME` for all versions of a model, `NAME@VERSION` or `NAME@TAG` for one; () for all models.
-        keys: keys of the samples. Give either this or `deleted_in`.
+        keys: keys of the samples. Give either this, `deleted_in` or `changed_in`.
         deleted_in: a data-set version. Search for the samples that it deleted, in every data set that uses a shard
             which contained them.
-        data: a data set, or a version of one. With `keys`, search only in it. With `deleted_in`, search in it too,
-            even if it uses none of these shards.
+        changed_in: a data-set version. Search for the samples that it gave another label, where they have an older
+            one: the versions that learned a label which was corrected since.
+        data: a data set, or a version of one. With `keys`, search only in it. With `deleted_in` or `changed_in`,
+            search in it too, even if it uses none of these shards.
         split: match the keys only in splits of this name.
 
     Raises:
-        ConfigError: both or none of `keys` and `deleted_in` are given, or a reference is not valid.
-        NotFoundError: a version does not exist, or `deleted_in` is the first version of its data set.
+        ConfigError: not one of `keys`, `deleted_in` and `changed_in` is given, or a reference is not valid.
+        NotFoundError: a version does not exist, or `deleted_in` or `changed_in` is the first of its data set.
         CorruptDataError, UnavailableError: an entry, a shard table or a sample index cannot be read.
     """
-    if (keys is None) == (deleted_in is None):
-        raise ConfigError("give the samples either by keys or by the data-set version that deleted them, not both")
+    if sum(each is not None for each in (keys, deleted_in, changed_in)) != 1:
+        raise ConfigError(
+            "give the samples either by keys or by the data-set version that deleted or corrected them, not both"
+        )
     refuse_text(keys, "keys", "keys")
     refuse_text(refs, "refs")
-    if deleted_in is not None:
-        queries = query_deleted(repository, deleted_in, data=data, split=split)
+    change = deleted_in or changed_in
+    if change is not None:
+        is_label = changed_in is not None
+        queries = query_deleted(repository, change, data=data, split=split, relabelled=is_label)
     else:
         queries = [query_keys(repository, keys or (), data=data, split=split)]
     ancestry = read_ancestry(repository, refs)
@@ -130,10 +139,11 @@ class _ConsumerSearch:
                     by_epoch.setdefault((order, part.epoch), []).append((number, name, consumed, part))
                     number += 1
         numbered: list[tuple[int, str, UseBatch]] = []
+        masked = MaskedUses(self._objects, self._tables)
         for (order, epoch), parts in by_epoch.items():
             in_epoch = by_order[order].find(epoch)
             for number, name, consumed, part in parts:
-                in_part = in_epoch[find_in(part, in_epoch.positions)]
+                in_part = masked.drop(consumed, epoch, in_epoch[find_in(part, in_epoch.positions)])
                 if len(in_part.keys):
                     numbered.append((number, name, UseBatch(consumed, part, in_part)))
         return [(name, batch) for _, name, batch in sorted(numbered, key=lambda item: item[0])]
@@ -148,8 +158,12 @@ class _ConsumerSearch:
                 for names_of_split, name in zip(names_of_splits, order.names, strict=True):
                     names_of_split.add(name)
                 self._versions_of.setdefault(order, {})[version] = None
+        if any(query.tables is not None for query in self._queries):
+            # Any table may be that of a view of a version that is asked for: only the table names the version's.
+            self._tables = read_tables(self._objects, {digest for order in names_of for digest in order.tables})
         relevant = [order for order, names in names_of.items() if self._may_have_samples(order, names)]
-        self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
+        unread = {digest for order in relevant for digest in order.tables} - self._tables.keys()
+        self._tables |= read_tables(self._objects, unread)
         lookups = {order: self._plan_lookups(order, names_of[order]) for order in relevant}
         # Search an order only if it has lookups, and all shard tables: positions depend on all of its tables.
         usable = [order for order in relevant if any(lookups[order]) and self._has_all_tables(order)]
@@ -169,15 +183,19 @@ class _ConsumerSearch:
                         f"{count_text(len(split_places.lost), 'shard is', 'shards are')} not in this repository"
                     )
                     self._add_gap(order, gap)
-            by_order[order] = KeyPositions(order, tables, places_by_split)
+            by_order[order] = KeyPositions(order, tables, places_by_split, self._objects)
         return by_order
 
     def _may_have_samples(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
-        # The shard tables are not read yet, so assume that every order has shards from which samples were deleted.
+        # The shard tables may not be read yet, so assume that every order has shards with deleted samples.
+        tables = [self._version_table(digest) for digest in order.tables]
         return any(
-            query.deletion is not None or any(map(query.matches_whole_split, names, order.tables))
+            query.deletion is not None or any(map(query.matches_whole_split, names, tables))
             for query in self._queries
         )
+
+    def _version_table(self, digest: Digest) -> Digest:
+        return version_table(digest, self._tables.get(digest))
 
     def _plan_lookups(self, order: ReadOrder, names_of_splits: Sequence[set[str]]) -> list[list[_Lookup]]:
         """Return the lookups for each split of an order; add a gap if it is unknown whether a split has samples."""
@@ -187,7 +205,7 @@ class _ConsumerSearch:
             # `names` are all names under which versions read the split, `name` is one of them, for messages.
             for split_lookups, names, digest, name in splits:
                 table, deletion = self._tables[digest], query.deletion
-                if query.matches_whole_split(names, digest):
+                if query.matches_whole_split(names, self._version_table(digest)):
                     split_lookups.append(_Lookup(number, digest, in_all=True))
                 elif deletion is None:
                     continue
@@ -195,7 +213,7 @@ class _ConsumerSearch:
                     split_lookups.append(_Lookup(number, digest, in_all=False))
                 elif query.is_of_deletion_dataset(names) and table is None:
                     self._add_missing_table(order, digest, name)
-                elif query.is_of_deletion_dataset(names) and digest not in deletion.tables:
+                elif query.is_of_deletion_dataset(names) and self._version_table(digest) not in deletion.tables:
                     # `deletion.shards` has only shards of versions in this repository. This table is of a version
                     # that is not here, so other shards of the table may have the samples.
                     self._add_gap(
@@ -219,7 +237,10 @@ class _ConsumerSearch:
         for (number, in_all), tables in tables_of.items():
             query = self._queries[number]
             shards = None if in_all or query.deletion is None else query.deletion.shards
-            for digest, found in find_places(self._objects, tables, query.keys, shards=shards).items():
+            for digest, places_of_keys in find_places(self._objects, tables, query.keys, shards=shards).items():
+                found = places_of_keys
+                if query.corrected:
+                    found = without_corrected(self._objects, tables[digest], found, query.corrected)
                 # `find_places` returns indices in `query.keys`; convert them to indices in `_keys`.
                 renumbered = replace(found, keys=found.keys + first_key_numbers[number])
                 places[_Lookup(number, digest, in_all)] = renumbered

@@ -6,10 +6,11 @@ Each sample index is read once, even if several shard tables share its shard.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -17,13 +18,14 @@ from datasvc.errors import NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.mix_order import MixOrder, own_order
 from datasvc.models.provenance.consumed_ranges import ReadOrder
-from datasvc.order import AccessOrder
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards.format.reader import open_shard
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import KEY
+from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.deletions import Deletions, load_deletions
+from datasvc.shards.versions.deletions import Deletions, load_deletions, stored_rows_of
+from datasvc.shards.versions.labels import labels_at
+from datasvc.shards.versions.weights import Weights, open_order
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE = 8
@@ -120,6 +122,31 @@ def _stored_keys(objects: Objects, shard: ObjectInfo, index: Digest | None) -> p
     return array.cast(pa.string())
 
 
+def places_of_rows(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> KeyPlaces:
+    """Return the places of samples of one split, by shard: rows of its file; omit deleted samples.
+
+    The keys of the result are all 0. Raises NotFoundError: the deletions of the split are not in the repository.
+    """
+    deletions, deleted = load_deletions(objects, table), table.deleted_per_shard
+    kept = {
+        shard: _remaining(deletions, shard, stored)[1] if deletions is not None and deleted[shard] else stored
+        for shard, stored in rows.items()
+    }
+    shards = concatenate(np.full(len(places), shard) for shard, places in kept.items())
+    return KeyPlaces(np.zeros_like(shards), shards, concatenate(kept.values()))
+
+
+def _remaining(deletions: Deletions, shard: int, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:
+    """Return which rows of a shard's file are not deleted, `bool[n]`, and their rows without deleted samples."""
+    # The index of a stored row in `remaining_rows` is its row without deleted samples. If the row at this
+    # index is another one, the sample was deleted. For a deleted row after the last remaining row, the index
+    # is that of the appended -1, which equals no stored row.
+    remaining_rows = deletions.kept_rows(shard)
+    places = np.searchsorted(remaining_rows, rows)
+    is_kept = np.append(remaining_rows, -1)[places] == rows
+    return is_kept, places[is_kept]
+
+
 def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits | None]) -> KeyPlaces:
     """Return the places of the hits in one split, without those of deleted samples."""
     deletions = _deletions(objects, table)
@@ -139,17 +166,27 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
             continue
         kept_keys, kept_rows = hit.keys, hit.rows
         if deleted[number] and deletions is not None:
-            # The index of a stored row in `remaining_rows` is its row without deleted samples. If the row at this
-            # index is another one, the sample was deleted. For a deleted row after the last remaining row, the index
-            # is that of the appended -1, which equals no stored row.
-            remaining_rows = deletions.kept_rows(number)
-            kept_rows = np.searchsorted(remaining_rows, hit.rows)
-            is_kept = np.append(remaining_rows, -1)[kept_rows] == hit.rows
-            kept_keys, kept_rows = kept_keys[is_kept], kept_rows[is_kept]
+            is_kept, kept_rows = _remaining(deletions, number, hit.rows)
+            kept_keys = kept_keys[is_kept]
         keys.append(kept_keys)
         shards.append(np.full(len(kept_keys), number))
         rows.append(kept_rows)
     return KeyPlaces(concatenate(keys), concatenate(shards), concatenate(rows), frozenset(lost))
+
+
+def without_corrected(objects: Objects, table: ShardTable, places: KeyPlaces, corrected: Sequence[str]) -> KeyPlaces:
+    """Return the places of samples with another class than `corrected` has for their key; without labels, none."""
+    none = replace(places, keys=places.keys[:0], shards=places.shards[:0], rows=places.rows[:0])
+    if LABEL not in table.sample_schema.names or not len(places.keys):
+        return none
+    try:
+        stored = stored_rows_of(objects, table, places.shards, places.rows)
+        labels = labels_at(objects, table, places.shards, stored)
+    except NotFoundError:
+        return replace(none, lost=places.lost | frozenset(places.shards.tolist()))
+    learned = [label != corrected[key] for label, key in zip(labels, places.keys.tolist(), strict=True)]
+    kept = np.array(learned, np.bool_)
+    return replace(places, keys=places.keys[kept], shards=places.shards[kept], rows=places.rows[kept])
 
 
 def _deletions(objects: Objects, table: ShardTable) -> Deletions | None:
@@ -186,6 +223,20 @@ class Served:
         return Served(self.positions[chosen], self.keys[chosen], self.sources[chosen])
 
 
+def mix_order(order: ReadOrder, sizes: Sequence[int]) -> MixOrder:
+    """Return the order of a mixture's positions; `sizes` has the number of samples of each of `order.tables`."""
+    assert order.mix is not None
+    mix = order.mix
+    return MixOrder(
+        sizes,
+        mix.weights,
+        epoch_samples=mix.epoch_samples,
+        block=mix.block,
+        seed=order.config.seed,
+        stages=mix.stages,
+    )
+
+
 class KeyPositions:
     """Compute the positions of given samples in the epochs of one read order.
 
@@ -194,6 +245,7 @@ class KeyPositions:
         tables: shard tables by digest; must contain those of the order's splits.
         places: shards and rows of the samples, by index of the split in `order.tables`; a split that has none of the
             samples may be absent.
+        objects: objects of the repository, with the weights of weighted tables.
 
     Attributes:
         keys: `int64[n]`, indices in the list of requested keys: only keys that the order serves. An index is
@@ -202,24 +254,23 @@ class KeyPositions:
     """
 
     def __init__(
-        self, order: ReadOrder, tables: Mapping[Digest, ShardTable], places: Mapping[int, KeyPlaces]
+        self,
+        order: ReadOrder,
+        tables: Mapping[Digest, ShardTable],
+        places: Mapping[int, KeyPlaces],
+        objects: Objects,
     ) -> None:
         self._order = order
-        self._counts = [tables[digest].samples_per_shard for digest in order.tables]
+        self._tables = [tables[digest] for digest in order.tables]
+        self._weights = [Weights(objects, table) if table.weights else None for table in self._tables]
         self._places = {source: split_places for source, split_places in places.items() if len(split_places.keys)}
         self.keys = concatenate(split_places.keys for split_places in self._places.values())
-        sizes = [int(counts.sum()) for counts in self._counts]
+        sizes = [table.num_samples for table in self._tables]
         self.num_samples = sizes[0]
         self._mixed: MixOrder | None = None  # None for a single split
         if order.mix is not None:
             self.num_samples = order.mix.epoch_samples
-            self._mixed = MixOrder(
-                sizes,
-                order.mix.weights,
-                epoch_samples=order.mix.epoch_samples,
-                block=order.mix.block,
-                seed=order.config.seed,
-            )
+            self._mixed = mix_order(order, sizes)
 
     def find(self, epoch: int) -> Served:
         """Return the positions of the samples in an epoch."""
@@ -234,17 +285,17 @@ class KeyPositions:
     def _find(self, source: int, places: KeyPlaces, epoch: int) -> Served:
         """Return the positions of the samples of one split."""
         if self._mixed is None:
-            order = AccessOrder(self._counts[source], self._order.config, epoch)
-            positions = order.positions_of(places.shards, places.rows)
-            return Served(positions, places.keys, np.full(len(positions), source))
+            order = open_order(self._tables[source], self._weights[source], self._order.config, epoch)
+            samples, positions = order.copies_of(places.shards, places.rows)
+            return Served(positions, places.keys[samples], np.full(len(positions), source))
         return self._find_mixed(self._mixed, source, places, epoch)
 
     def _find_mixed(self, mixed: MixOrder, source: int, places: KeyPlaces, epoch: int) -> Served:
         """Return the positions at which an epoch of a mixture serves the samples of one split."""
-        counts = self._counts[source]
+        table = self._tables[source]
         # In a mixture, each split has an access order with a seed of its own.
         config = own_order(self._order.config, self._order.tables[source])
-        size = int(counts.sum())
+        size = table.num_samples
         # An ordinal numbers the samples of this split through all its epochs: from 0 in epoch 0, from `size` in epoch
         # 1. An epoch of the mixture serves the ordinals `start` to `stop` - 1, which need not be whole split epochs.
         # `cursors` returns the split epoch and position with which this and the next epoch of the mixture begin.
@@ -254,11 +305,12 @@ class KeyPositions:
         stop = last_epoch * size + last_position
         ordinals, keys = [], []
         for split_epoch in mixed.own_epochs(source, epoch):
-            split_positions = AccessOrder(counts, config, split_epoch).positions_of(places.shards, places.rows)
+            order = open_order(table, self._weights[source], config, split_epoch)
+            samples, split_positions = order.copies_of(places.shards, places.rows)
             split_ordinals = split_epoch * size + split_positions
             is_served = (split_ordinals >= start) & (split_ordinals < stop)
             ordinals.append(split_ordinals[is_served])
-            keys.append(places.keys[is_served])
+            keys.append(places.keys[samples[is_served]])
         # `line_of` returns positions counted through all epochs of the mixture; subtract those of earlier epochs.
         positions = mixed.line_of(source, concatenate(ordinals)) - epoch * self.num_samples
         return Served(positions, concatenate(keys), np.full(len(positions), source))

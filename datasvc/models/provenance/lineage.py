@@ -32,7 +32,7 @@ class ModelOrigin:
         parents: versions that it continues; each is also in the lineage.
         step: number of optimizer steps of its weights; None if unknown.
         code: git revision of the training code and its local changes, see `code_revision`.
-        environment: interpreter, packages and GPUs of the run, see `datasvc.models.versions.environment`.
+        environment: interpreter, packages and GPUs of the run, see `datasvc.models.versions.code_revision`.
         origin: repository, version and commit that it was copied from; {} if it was saved in this repository.
         consumed: segments (ranges of positions) that its own training read, and ancestors only in another repository.
             A mapping per segment and split: `version`, `data`, `table`, `start`, `stop`, `global_batch`, `tail`.
@@ -170,12 +170,11 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
     version, _, name = split.rpartition("/")
     if table not in lineage.shards:
         try:
-            raw = repository.objects.read(table)
+            shards = ShardTable.read(repository.objects, table).shards()
         except NotFoundError:
             lineage.gaps.append(f"shard table {table} of {split} is not in this repository")
             lineage.shards[table] = []  # so that the gap is added only once
         else:
-            shards = ShardTable.decode(raw, repository.objects.location(table)).shards()
             lineage.shards[table] = [shard.digest for shard in shards]
     if _add_dataset(repository, lineage, version):
         current = lineage.datasets[version].splits.get(name, {})

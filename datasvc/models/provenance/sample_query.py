@@ -11,7 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.models.provenance.consumed_ranges import parse_use
+from datasvc.models.registry.ancestry import HISTORY
+from datasvc.models.versions.data_use import DataUse
 from datasvc.repository import Digest, Objects, Repository
 from datasvc.repository.logs.heads import parents_of
 from datasvc.repository.logs.references import parse_reference
@@ -25,7 +28,7 @@ _READS_AT_ONCE: Final = 8
 
 @dataclass(frozen=True)
 class Deletion:
-    """A data-set version that deleted samples.
+    """A data-set version that deleted samples, or corrected their labels.
 
     Attributes:
         version: name with version, such as "pets@2".
@@ -52,6 +55,7 @@ class SampleQuery:
         split: name of the splits in which the keys match; None means all splits.
         tables: shard tables of the version `data`, if it is in this repository; then the keys match only in these.
         deletion: the keys match in the shards of this deletion, in addition to `data`; None: only in `data`.
+        corrected: for each key, the class that `deletion` gave it: samples that have it do not match; () for others.
         more_tables: shard tables of all versions of the data set `data` in this repository: the keys match in these
             too, if the split was recorded with an earlier name of the data set.
     """
@@ -61,6 +65,7 @@ class SampleQuery:
     split: str | None = None
     tables: frozenset[Digest] | None = None
     deletion: Deletion | None = None
+    corrected: tuple[str, ...] = ()
     more_tables: frozenset[Digest] = frozenset()
 
     def matches_whole_split(self, names: Iterable[str], table: Digest) -> bool:
@@ -68,7 +73,7 @@ class SampleQuery:
 
         Args:
             names: recorded names of the split, such as "imagenet@3/train".
-            table: digest of its shard table.
+            table: digest of its shard table; of a view, that of the split of a version, see `version_table`.
         """
         if self.tables is not None:
             return table in self.tables
@@ -96,9 +101,14 @@ def query_keys(
 
 
 def query_deleted(
-    repository: Repository, ref: str, *, data: str | None = None, split: str | None = None
+    repository: Repository,
+    ref: str,
+    *,
+    data: str | None = None,
+    split: str | None = None,
+    relabelled: bool = False,
 ) -> list[SampleQuery]:
-    """Return one query per split for the samples that a data-set version deleted.
+    """Return one query per split for the samples that a data-set version deleted, or `relabelled`.
 
     `data` is another data set, or version, in which the same keys identify the same samples, even if it has no shard
     in common. With `split`, only the samples of this split are searched.
@@ -110,7 +120,9 @@ def query_deleted(
     version = repository.resolve("datasets", ref, removed=True)
     parent = repository.entry(version).content.get("parent")
     if parent is None and version.version == 1:
-        raise NotFoundError(f"{version} is the first version of {version.name}, so it deleted no samples")
+        raise NotFoundError(
+            f"{version} is the first version of {version.name}, so it deleted or corrected no samples"
+        )
     if parent is None:
         # An entry without `parent` was made from the version before it on its line.
         before = parents_of(repository.positions(version.name), version.version)
@@ -121,7 +133,9 @@ def query_deleted(
     all_tables = frozenset(table for by_split in tables.values() for table in by_split.values())
     queries = []
     for name, changes in splits.items():
-        if split in {None, name} and len(changes.deleted):
+        labels = changes.relabelled if relabelled and split in {None, name} else []
+        keys = tuple(change.key for change in labels) if relabelled else tuple(changes.deleted)
+        if split in {None, name} and keys:
             # Use all earlier versions, not only the parent: each may have the samples in other shards.
             earlier_tables = {
                 by_split[name] for number, by_split in tables.items() if number < version.version and name in by_split
@@ -135,8 +149,14 @@ def query_deleted(
             deletion = Deletion(str(version), version.name, all_tables, shards)
             data_tables = _tables_of(repository, data, name)
             more_tables = _tables_of_all_versions(repository, data, name)
-            queries.append(SampleQuery(tuple(changes.deleted), data, name, data_tables, deletion, more_tables))
+            corrected = tuple(change.new for change in labels)
+            queries.append(SampleQuery(keys, data, name, data_tables, deletion, corrected, more_tables))
     return queries
+
+
+def version_table(digest: Digest, table: ShardTable | None) -> Digest:
+    """Return the digest of a table of a version: that of the table itself, or of the split that a view comes from."""
+    return digest if table is None or table.view is None else table.view.table
 
 
 def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, ShardTable | None]:
@@ -144,7 +164,7 @@ def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, Sha
 
     def read(digest: Digest) -> ShardTable | None:
         try:
-            return ShardTable.decode(objects.read(digest), objects.location(digest))
+            return ShardTable.read(objects, digest)
         except NotFoundError:
             return None
 
@@ -192,6 +212,21 @@ def split_tables(entry: Mapping[str, Any], version: str) -> dict[str, Digest]:
         return {str(name): parse_digest(split["table"]) for name, split in entry["splits"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptDataError(f"the entry of {version} has no valid list of splits: {error!r}") from error
+
+
+def tables_of_uses(content: Mapping[str, Any], *, of_views: bool = False) -> set[Digest]:
+    """Return the shard tables that a model version and its ancestors elsewhere read; uses not valid are left out.
+
+    With `of_views`, uses of splits as they are are left out too; those of a mixture, if it has no view.
+    """
+    tables: set[Digest] = set()
+    for field in ("data", HISTORY):
+        uses = content.get(field)
+        for item in uses if isinstance(uses, list) else ():
+            with suppress(CorruptDataError, ConfigError):
+                use = DataUse.from_dict(item)
+                tables |= set(parse_use(use)[0].tables) if use.view is not None or not of_views else set()
+    return tables
 
 
 def _is_split_of(name: str, data: str | None, split: str | None) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.mix_schedule import stem_of
 from datasvc.models.provenance.consumed_ranges import ReadOrder, Segment, own_segments, parse_use, training_uses
 from datasvc.models.registry.ancestry import HISTORY, Ancestry, Version, read_ancestry
 from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_of
@@ -20,7 +21,8 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 
 _ELSEWHERE: Final = " elsewhere"  # follows the name of a version that is only in another repository
-_RunOrder = tuple[str | None, ReadOrder]  # the id of a run, or None for any run; and a read order
+# The id of a run, or None for any run; and a read order, without the stages of a mixture, which a run may change.
+_RunOrder = tuple[str | None, ReadOrder]
 
 
 class Consumed(NamedTuple):
@@ -106,7 +108,8 @@ def _plan(ancestry: Ancestry, version: Version, ancestor_uses: Mapping[_RunOrder
     for use in uses:
         try:
             # Spans are compared with those of the same run only, because another run may have read the same order.
-            earlier = ancestor_uses.get((use.run if use.spans else None, parse_use(use)[0]))
+            order = _order_of(use)
+            earlier = None if order is None else ancestor_uses.get((use.run if use.spans else None, order))
             if not _is_start_known(ancestry, version, use, ancestor_uses):
                 gaps.append(
                     f"its run began at step {use.spans[0].step}, but no version that it continues has this step: "
@@ -194,9 +197,12 @@ def _history_uses(version: Version) -> list[DataUse]:
 
 
 def _order_of(use: DataUse) -> ReadOrder | None:
-    """Return the read order of a use; None if its record is not valid (then `_plan` adds a gap)."""
+    """Return the read order with which the run of a use began; None if its record is not valid.
+
+    `_plan` adds a gap for a record that is not valid.
+    """
     try:
-        return parse_use(use)[0]
+        return parse_use(replace(use, state=stem_of(use.state)))[0]
     except (ConfigError, CorruptDataError):
         return None
 
@@ -229,6 +235,7 @@ def _history_dict(consumed: Consumed) -> dict[str, Any]:
         "span": segment.span.to_dict(),
         "since": list(segment.own_start),
         "stop_step": segment.stop_step,
+        **({} if use.loader is None else {"loader": dict(use.loader)}),
     }
 
 

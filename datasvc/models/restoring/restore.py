@@ -78,7 +78,14 @@ def read_version(
 
 
 IntoState = Mapping[str, Any] | Callable[[StoredVersion], Mapping[str, Any] | None]
-"""Type of the argument `into` of `restore`."""
+"""Type of the argument `into` of `restore`: a state tree, such as the one that a save gets.
+
+Its tensors are filled in place; of a DTensor, only the part of this rank is read, however the version was sharded.
+`Checkpoint.state` is this tree, with stored values in place of all parts without tensors; a part that the version
+lacks stays as it is, and so does the optimizer's state of a parameter for which none was made, as without a gradient
+(see `RestoreReport.kept`). A dict below the root also gets stored values without tensors that it lacks. Nothing else
+is read. A function gets the version without its tensors, and returns such a tree, or None to restore all.
+"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,8 +128,7 @@ def restore(
 ) -> Checkpoint:
     """Return the checkpoint that `ref` resolves to. Every byte is verified.
 
-    With a cache, an object comes from the cache, else from a peer, else from the repository. If it is missing,
-    damaged or unavailable in one of these places, the next place is used; `Checkpoint.report` lists bad copies.
+    An object comes from the cache, else a peer, the repository or a fallback. `Checkpoint.report` lists bad copies.
 
     Args:
         repository: repository of the version, and normally of its objects.
@@ -135,20 +141,12 @@ def restore(
             dotted name, and nothing else of the version is read; see `name_filter.select_names`.
         exclude: patterns of tensors to leave out.
         rename: map from stored names to new names; see `name_filter.map_names`.
-        into: state tree, such as the one that a save gets. Its tensors are filled in place; of a DTensor, only the
-            part of this rank is read, however the version was sharded. `Checkpoint.state` is this tree, with stored
-            values in place of all parts without tensors; a part that the version lacks stays as it is, and so does
-            the optimizer's state of a parameter for which none was made, as without a gradient (see
-            `RestoreReport.kept`). A dict below the root also gets stored values without tensors that it lacks.
-            Nothing else is read. `only` and `exclude` select parts of this tree; the others stay as they are. Not
-            with `rename`. A function gets the version without its tensors (`StoredVersion`),
-            and returns such a tree, or None to restore all.
+        into: state tree to fill in place, see `IntoState`; `only` and `exclude` select in it. Not with `rename`.
         strict: with `into`, whether a missing tensor, or one of another dtype or shape, is an error; if False, it
             stays as it is and is in `RestoreReport.kept`.
         planes: for a preview, read only this number of high bytes, 2 or 3, of each float32 and complex64 (of float64
-            and complex128 one more), where they are stored separately. With 2, the relative error is below 2^-7, with
-            3 below 2^-15; see `PartialReader.read`. Other numbers are exact. What is read in part is not verified,
-            because digests are those of all bytes. Not with `cache`, which fetches whole objects, nor with `into`.
+            and complex128 one more), with a relative error below 2^-7 or 2^-15; see `PartialReader.read`. They are
+            not verified, because digests are those of all bytes. Not with `cache`, which fetches all, or `into`.
         trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
             files that `DATASVC_TRUSTED_KEYS` names.
         progress: counts the bytes of each chunk that was loaded.
@@ -157,12 +155,10 @@ def restore(
         The checkpoint; the caller owns its tensors, and none of them is a view of a mapped file.
 
     Raises:
-        ConfigError: `ref`, a setting or a key is invalid; a stored format is newer than this release; or the version
-            lacks a tensor of `into`, or has it with another dtype or shape, or `into` has a module, optimizer or
-            another object with a `state_dict` (nothing was changed then).
+        ConfigError: `ref`, a setting or a key is invalid; a stored format is newer than this release; or `into` does
+            not fit the version, or has an object with a `state_dict`, such as a module. `into` was not changed.
         NotFoundError: the version or a fallback repository does not exist, or no place has an object.
-        CorruptDataError: no place has a good copy of an object (the message names tensors and places); or the version
-            is not signed by a trusted key.
+        CorruptDataError: no place has a good copy of an object; or no trusted key has signed the version.
         UnavailableError: a store did not answer.
     """
     if planes is not None:

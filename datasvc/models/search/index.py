@@ -11,7 +11,6 @@ again: it warns if nothing has changed, and builds the index again if one is cor
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
@@ -20,17 +19,11 @@ from weakref import WeakKeyDictionary
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from datasvc.errors import (
-    ConfigError,
-    CorruptDataError,
-    NotFoundError,
-    UnavailableError,
-    UnreadableVersionWarning,
-)
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.search.rows import KINDS, MAX_DEPTH, SCHEMA, TREES, VALUES, Field, build_rows
-from datasvc.models.versions.entry_fields import check_fields
+from datasvc.models.versions.entry_fields import has_valid_fields
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Entry, Repository, Resolved
+from datasvc.repository import Entry, Repository
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.storage import ReadOnlyStorage
@@ -52,6 +45,7 @@ _MAX_MISSING: Final = 32
 _MISSING_PART: Final = 32
 _METADATA_KEY = b"datasvc.models.index"
 _MAX_UNPUBLISHED_BYTES: Final = 32 << 20
+_INVISIBLE: Final = "queries do not see these fields"
 
 
 class Head(NamedTuple):
@@ -115,7 +109,7 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
     entries = _read_entries(repository, missing, progress)
     invalid = {name: list(numbers) for name, numbers in stored.invalid.items()}
     for name, entry in entries:
-        if not _has_valid_fields(Resolved("models", name, entry.number), entry):
+        if not has_valid_fields(name, entry, _INVISIBLE):
             invalid.setdefault(name, []).append(entry.number)
     if not entries:
         return stored
@@ -218,22 +212,11 @@ def _is_restored(repository: Repository, index: VersionIndex) -> bool:
         bool(repository.readable_entries("models", name, numbers)) for name, numbers in index.unreadable.items()
     ]
     valid = [
-        _has_valid_fields(Resolved("models", name, entry.number), entry)
+        has_valid_fields(name, entry, _INVISIBLE)
         for name, numbers in index.invalid.items()
         for entry in repository.readable_entries("models", name, numbers)
     ]
     return any(readable) or any(valid)
-
-
-def _has_valid_fields(version: Resolved, entry: Entry) -> bool:
-    """Return whether `check_fields` accepts the entry of a version; warn if not."""
-    try:
-        check_fields(entry.content, version)
-    except CorruptDataError as error:
-        message = f"{version} has fields that queries do not see: {error}"
-        warnings.warn(UnreadableVersionWarning(str(version), message), stacklevel=2)
-        return False
-    return True
 
 
 def _publish(repository: Repository, index: VersionIndex) -> None:

@@ -13,17 +13,22 @@ from operator import attrgetter
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError
+from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.registry.registry import ModelVersion, parse_version
-from datasvc.models.transfer.copying import AT_ONCE, copy_missing, declare_intent
+from datasvc.models.transfer.carry_redactions import carry_redactions
+from datasvc.models.transfer.copying import AT_ONCE, copy_missing, declare_intent, objects_of_views, reachable_objects
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.reachable import reachable_objects
 from datasvc.models.versions.artefacts import Artefact, read_artefacts, record_artefact
+from datasvc.printable import count_text
 from datasvc.progress import Progress
-from datasvc.repository import Kind, ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository import Digest, Kind, ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository.logs.copies import TRANSFER, RecordedCopy, record_copies
+from datasvc.repository.logs.redactions import redaction_log
 from datasvc.repository.logs.references import check_name
 from datasvc.repository.objects.presence import check_present
 from datasvc.repository.resolved import KIND_NAMES
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.views.named import NamedView, read_views, record_view, tables_of_name
 from datasvc.threads import map_in_threads
 
 _BY_NAME: Final = attrgetter("name", "version")
@@ -50,6 +55,7 @@ class TransferReport:
         is_dry_run: whether nothing was written.
         branches: branches of data sets, such as "pets@experiment", that the target has now; only if they were asked
             for.
+        views: named views of the copied versions, such as "pets[small]", that this transfer copied.
     """
 
     versions: tuple[Transferred, ...]
@@ -58,6 +64,7 @@ class TransferReport:
     tags: tuple[str, ...] = ()
     is_dry_run: bool = False
     branches: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
 
 
 def open_both(source: Repository | str, target: Repository | str) -> tuple[Repository, Repository]:
@@ -125,15 +132,78 @@ def copy_in_order(
     tags = _tags(logs, versions, tagged_kind)
     _check_tags(logs, tags, existing)
     attached = find_missing_artefacts(logs.source, logs.target, existing) if with_artefacts else {}
+    views = find_missing_views(logs, versions)
     needed = {version: list(infos) for version, infos in objects.items()}
     for version, artefacts in attached.items():
         needed.setdefault(version, []).extend(info for artefact in artefacts for info in artefact.files.values())
+    for version, named in views.items():
+        tables = [view.table for view in named]
+        needed.setdefault(version, []).extend(objects_of_views(logs.source, tables))
     if dry_run:
-        return _dry_run(logs, existing, needed, tags)
+        return _dry_run(logs, existing, needed, tags, views)
+    data = [version for version in versions if version.kind == "datasets"]
+    data_tables = {version: split_tables(logs.content(version), str(version)) for version in data}
+    # Before the redactions are carried: what was purged until now is not copied.
+    redactions = redaction_log(logs.source.objects).read().head if data_tables else 0
+    replaced = carry_redactions(logs.source, logs.target, _distinct(data_tables))
+    needed = {version: [info for info in infos if info.digest not in replaced] for version, infos in needed.items()}
+    done: list[Transferred] = []
+    try:
+        copied = _copy(logs, versions, existing, needed, attached, views, done, progress)
+    finally:
+        complete = {copy.source for copy in done}  # if a later one cannot be copied, these stay at the target
+        data_tables = {version: tables for version, tables in data_tables.items() if version in complete}
+        _record(logs, data_tables, redactions)
+    _carry_what_ended_since(logs, data_tables, redactions)
+    copies = {copy.source: copy.target for copy in done}
+    num_bytes, moved = sum(info.size_bytes for info in copied), _set_tags(logs, tags, copies)
+    return TransferReport(tuple(done), len(copied), num_bytes, moved, views=_names_of(logs, views))
+
+
+def _carry_what_ended_since(
+    logs: TargetLogs, tables: Mapping[Resolved, Mapping[str, Digest]], redactions: int
+) -> None:
+    """Carry the redactions of a purge that has ended during the copy; one that ends later finds the recorded copy."""
+    while tables and (head := redaction_log(logs.source.objects).read().head) != redactions:
+        redactions = head
+        carry_redactions(logs.source, logs.target, _distinct(tables))
+        _record(logs, tables, redactions)
+
+
+def _distinct(tables: Mapping[Resolved, Mapping[str, Digest]]) -> set[Digest]:
+    """Return the shard tables of versions, each once."""
+    return {table for of_splits in tables.values() for table in of_splits.values()}
+
+
+def _record(logs: TargetLogs, tables: Mapping[Resolved, Mapping[str, Digest]], redactions: int) -> None:
+    """Record the copied versions of data sets at the source, also those that the target had, see `RecordedCopy`."""
+    copies = []
+    for version, of_splits in tables.items():
+        num_samples = sum(int(split.get("samples", 0)) for split in logs.content(version)["splits"].values())
+        copies.append(RecordedCopy(str(version), TRANSFER, logs.target.url, num_samples, of_splits, redactions))
+    record_copies(logs.source.storage, copies)
+
+
+def _copy(
+    logs: TargetLogs,
+    versions: Sequence[Resolved],
+    existing: Mapping[Resolved, Resolved | None],
+    needed: Mapping[Resolved, Sequence[ObjectInfo]],
+    attached: Mapping[Resolved, Sequence[Artefact]],
+    views: Mapping[Resolved, Sequence[NamedView]],
+    done: list[Transferred],
+    progress: Progress,
+) -> list[ObjectInfo]:
+    """Copy the objects that each version needs, then commit it, then record its artefacts and views.
+
+    Each version is added to `done` as soon as it is complete.
+
+    Returns:
+        The objects that the target lacked.
+    """
     distinct_objects = {info for infos in needed.values() for info in infos}
     progress.begin(sum(info.size_bytes for info in distinct_objects))
     source, target = logs.source, logs.target
-    done: list[Transferred] = []
     copied, seen = list[ObjectInfo](), set[ObjectInfo]()
     with declare_intent(target, needed) as renew:
         for version in versions:
@@ -146,15 +216,15 @@ def copy_in_order(
             committed, is_new = existing[version], False
             if committed is None:
                 # An object may have been deleted at the target since it was copied.
-                check_present(target.objects, (info.digest for info in objects[version]), str(version))
+                check_present(target.objects, (info.digest for info in needed[version]), str(version))
                 # Commit point of this version: only now does the target have all objects that its entry names.
                 committed, is_new = logs.commit(version)
             for artefact in attached.get(version, ()):
                 record_artefact(target, replace(artefact, version=committed))
+            for view in views.get(version, ()):
+                record_view(target, committed, view)
             done.append(Transferred(version, committed, is_new))
-    copies = {copy.source: copy.target for copy in done}
-    num_bytes = sum(info.size_bytes for info in copied)
-    return TransferReport(tuple(done), len(copied), num_bytes, _set_tags(logs, tags, copies))
+    return copied
 
 
 def _dry_run(
@@ -162,6 +232,7 @@ def _dry_run(
     existing: Mapping[Resolved, Resolved | None],
     objects: Mapping[Resolved, Sequence[ObjectInfo]],
     tags: Mapping[tuple[Resolved, str], int | None],
+    views: Mapping[Resolved, Sequence[NamedView]],
 ) -> TransferReport:
     """Return the report of a transfer that is not made; new versions get the next numbers."""
     distinct_objects = sorted({info for infos in objects.values() for info in infos}, key=lambda info: info.digest)
@@ -176,9 +247,15 @@ def _dry_run(
             found = Resolved(version.kind, name, head + num_new[version.kind, name])  # noqa: PLW2901
         versions.append(Transferred(version, found, existing[version] is None))
     names = tuple(f"{logs.target_name(version)}@{tag}" for version, tag in tags)
+    num_bytes = sum(info.size_bytes for info in missing)
     return TransferReport(
-        tuple(versions), len(missing), sum(info.size_bytes for info in missing), names, is_dry_run=True
+        tuple(versions), len(missing), num_bytes, names, is_dry_run=True, views=_names_of(logs, views)
     )
+
+
+def _names_of(logs: TargetLogs, views: Mapping[Resolved, Sequence[NamedView]]) -> tuple[str, ...]:
+    """Return the references of named views at the target."""
+    return tuple(f"{logs.target_name(version)}[{view.name}]" for version, named in views.items() for view in named)
 
 
 def _missing(target: Objects, objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
@@ -318,4 +395,34 @@ def find_missing_artefacts(
                 raise ConflictError(
                     f"{copy} at the target has another artefact {artefact.name!r} than {version}: detach one of them"
                 )
+    return missing
+
+
+def find_missing_views(logs: TargetLogs, versions: Iterable[Resolved]) -> dict[Resolved, list[NamedView]]:
+    """Return the named views of some versions of the source that the target lacks; versions without are left out.
+
+    A name that was copied before and names another view at the source now is among them.
+
+    Raises:
+        ConflictError: the target has another view of the same name.
+        CorruptDataError, ConfigError, UnavailableError: the views cannot be read in one of the repositories.
+    """
+    copied = {str(version): version for version in versions if version.kind == "datasets"}
+    missing: dict[Resolved, list[NamedView]] = {}
+    for name in sorted({version.name for version in copied.values()}):
+        of_versions = [view for view in read_views(logs.source, name).values() if view.dataset in copied]
+        if not of_versions:
+            continue
+        target_name = logs.target_name(copied[of_versions[0].dataset])
+        at_target = read_views(logs.target, target_name)
+        for view in of_versions:
+            present = at_target.get(view.name)
+            if present is None or present.table != view.table:
+                if present is not None and present.table not in tables_of_name(logs.source, name, view.name):
+                    raise ConflictError(
+                        f"cannot copy the view {name}[{view.name}]: {redact_url(logs.target.url)} has another view "
+                        f"{target_name}[{view.name}], of {count_text(present.samples, 'sample')}; remove its name "
+                        f"there: `datasvc view {target_name} {view.name} --remove`"
+                    )
+                missing.setdefault(copied[view.dataset], []).append(view)
     return missing

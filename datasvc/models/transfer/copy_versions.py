@@ -50,12 +50,10 @@ def transfer(
     """Copy model versions to another repository.
 
     The entry at the target gets a field `origin`: the repository where the version was first committed, and its name,
-    commit and parents there. In the fields `parent`, `merged` and `data`, references to versions of the source are
-    replaced by references to their copies at the target. A parent without a copy is left out, and a data set without
-    a copy keeps its name at the source.
-
-    Artefacts are copied too, also those that were attached after an earlier transfer; one that was detached since is
-    not detached at the target. Signatures do not cover artefacts, so they are left out if there are trusted keys.
+    commit and parents there. Its fields `parent`, `merged` and `data` refer to copies at the target; a parent without
+    a copy is left out, and a data set without a copy keeps its name at the source. Artefacts are copied too, also
+    those attached after an earlier transfer; one that was detached since is not detached at the target. Signatures do
+    not cover artefacts, so they are left out if there are trusted keys.
 
     Args:
         source: repository to copy from, or its URL.
@@ -66,9 +64,8 @@ def transfer(
         with_data: whether to copy also the data-set versions that the models consumed, with all shards. A data set
             that was renamed since is copied with its present name.
         data_names: names of data sets at the target, by name at the source; by default the same.
-        trusted_keys: public keys, see `restore.read_version`. Each model version must be signed at the source
-            by one of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
-            Artefacts are not copied then.
+        trusted_keys: public keys, see `restore.read_version`. Each model version must be signed at the source by one
+            of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
         with_tags: whether to copy also the tags of the copied model versions. A tag that the target has is not moved.
         dry_run: whether to write nothing, and return what would be copied.
         progress: counts the bytes of each object once the target has it, copied or not.
@@ -80,16 +77,15 @@ def transfer(
         NotFoundError: a version or one of its objects does not exist, or an object disappeared at the target.
         CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
         ConfigError: source and target are the same repository; a name is not valid; or the target has an unrelated
-            data set of the same name (give the copy another name in `data_names`).
-        ConflictError: a tag to copy points at another version of the target, or the target has another artefact of
-            the same name; nothing was copied.
+            data set of the same name.
+        ConflictError: a tag points at another version of the target, or it has another artefact of the same name.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
     refuse_text(refs, "refs")
     source, target = open_both(source, target)
     requested = [source.resolve("models", ref) for ref in refs]
-    renamed: dict[str, str] = {old: check_name(new, "data set") for old, new in (data_names or {}).items()}
+    renamed = {old: check_name(new, "data set") for old, new in (data_names or {}).items()}
     names: dict[tuple[Kind, str], str] = {("datasets", old): new for old, new in renamed.items()}
     logs = TargetLogs(source, target, {**names, **name_at_target(requested, name)}, advice=_ADVICE)
     versions = sort_topologically(read_parents(source, requested, logs.content, with_ancestors=with_parents))

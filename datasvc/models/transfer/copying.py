@@ -1,4 +1,4 @@
-"""Copies missing objects from one repository to another for a transfer, in threads, and verifies their digests.
+"""Lists the objects of a version, and copies those that another repository lacks, in threads; verifies digests.
 
 An interrupted copy can be repeated: objects never change, and objects that the target already has are skipped. An
 intent journal protects the copied objects from `gc` until the versions are committed: the transfer of a large model
@@ -8,17 +8,23 @@ over a slow network may take longer than the grace period.
 from __future__ import annotations
 
 import io
+import re
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress
-from typing import BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.models.provenance.sample_query import split_tables, tables_of_uses
+from datasvc.models.tensors.tensor_table import read_table
+from datasvc.models.versions.entry_fields import objects_of_entry
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
+from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.views.named import objects_of_view
 from datasvc.threads import map_in_threads
 
 AT_ONCE: Final = 8  # number of threads
@@ -27,6 +33,10 @@ _IN_MEMORY_BYTES: Final = 8 << 20
 # All transfers have the same work id. The fingerprint, a digest of the objects, tells their journals apart.
 _WORK_ID: Final = digest_of(b"transfer of model versions")
 _RENEW_INTERVAL_S: Final = 3600.0
+
+
+# Exactly 64 hexadecimal digits: part of a longer number is not a digest.
+_DIGEST: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
 def copy_missing(
@@ -151,3 +161,88 @@ def declare_intent(
     # All versions are committed, so the journal is no longer needed. If it cannot be removed, `gc` deletes it later.
     with suppress(UnavailableError):
         journal.remove()
+
+
+def reachable_objects(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> list[ObjectInfo]:
+    """Return the distinct objects that a version of a model or data set needs, sorted by digest.
+
+    Raises:
+        CorruptDataError: the entry or one of its tables is damaged.
+        NotFoundError: one of its objects is missing.
+        ConfigError: a table has a format that this version of datasvc does not support.
+        UnavailableError: the store does not respond.
+    """
+    try:
+        if version.kind == "models":
+            sizes = dict(_of_model(repository, version, content))
+        else:
+            sizes = dict(_of_dataset(repository, version, content))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
+    except NotFoundError as error:
+        raise NotFoundError(f"{version} is incomplete: {error}") from error
+    # A later release of datasvc may add fields that name objects: also include every other digest in the entry, if
+    # the repository has an object for it. The digest in the field `content`, for example, has no object.
+    for digest in set(_digests_in(content)) - sizes.keys():
+        size_bytes = repository.objects.size(digest)
+        if size_bytes is not None:
+            sizes[digest] = size_bytes
+    return [ObjectInfo(digest, size_bytes) for digest, size_bytes in sorted(sizes.items())]
+
+
+def _of_model(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> Iterator[tuple[Digest, int]]:
+    """Yield the digest and size of each object of a model version; an object may occur several times."""
+    refs = objects_of_entry(content, version)
+    yield from _with_sizes(repository, refs.all)
+    for record in read_table(repository.objects, refs.tensors):
+        for chunk in record.chunks:
+            for link in chunk.chain:
+                yield link.object, link.object_bytes
+    for digest in tables_of_uses(content, of_views=True):  # others have no objects that only a view has
+        view: list[tuple[Digest, int]] = []
+        # Of a view that it was trained on, so that the target can tell which samples. A model can be read without, so
+        # a view that is lost is left out; one that is damaged is not, because it may be repaired.
+        with suppress(NotFoundError):
+            view = list(_with_sizes(repository, objects_of_view(repository.objects, digest)))
+        yield from view
+
+
+def _of_dataset(
+    repository: Repository, version: Resolved, content: Mapping[str, Any]
+) -> Iterator[tuple[Digest, int]]:
+    """Like `_of_model`, for a data-set version: its shard tables, and the objects that these name."""
+    for digest in split_tables(content, str(version)).values():
+        table = ShardTable.read(repository.objects, digest)
+        rows = table.rows.select(["digest", "bytes"]).to_pylist()
+        # The table has the sizes of the shards. Ask the store only for the sizes of the other objects.
+        shards = {Digest(row["digest"].hex()): int(row["bytes"]) for row in rows}
+        yield from shards.items()
+        yield from _with_sizes(repository, [digest, *(table.objects() - shards.keys())])
+
+
+def objects_of_views(repository: Repository, tables: Iterable[Digest]) -> list[ObjectInfo]:
+    """Return the objects that only some views have. Raises what `reachable_objects` raises."""
+    digests = {digest for table in tables for digest in objects_of_view(repository.objects, table)}
+    return [ObjectInfo(digest, size_bytes) for digest, size_bytes in _with_sizes(repository, sorted(digests))]
+
+
+def _with_sizes(repository: Repository, digests: Iterable[Digest]) -> Iterator[tuple[Digest, int]]:
+    """Yield each digest with the size that the store reports. Raises NotFoundError: an object is missing."""
+    for digest in digests:
+        size_bytes = repository.objects.size(digest)
+        if size_bytes is None:
+            raise NotFoundError(f"object {repository.objects.location(digest)} is missing")
+        yield digest, size_bytes
+
+
+def _digests_in(value: Any) -> Iterator[Digest]:
+    """Yield every digest in the strings of a JSON value, at any depth."""
+    if isinstance(value, str):
+        yield from map(Digest, _DIGEST.findall(value))
+    elif isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _digests_in(key)
+            yield from _digests_in(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _digests_in(child)

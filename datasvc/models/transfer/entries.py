@@ -15,7 +15,7 @@ from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoun
 from datasvc.models.provenance.segments import history_of
 from datasvc.models.registry.ancestry import HISTORY
 from datasvc.models.registry.registry import parse_version
-from datasvc.models.transfer.reachable import reachable_objects
+from datasvc.models.transfer.copying import reachable_objects
 from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.printable import count_text

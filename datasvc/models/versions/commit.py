@@ -13,8 +13,7 @@ from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.tensors.state_tree import encode_state
 from datasvc.models.tensors.tensor_table import TensorRecord, digest_of_content, encode_table, read_table
 from datasvc.models.tensors.write import StoredState
-from datasvc.models.versions.code_revision import keep_code
-from datasvc.models.versions.environment import describe_environment
+from datasvc.models.versions.code_revision import describe_environment, keep_code
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.logs.references import check_name, parse_reference

@@ -36,6 +36,7 @@ class ReadSpan:
         step: number of optimizer steps done at `start`; None: unknown.
         global_batch: samples per step over all ranks; None: unknown.
         tail: treatment of samples that do not fill a global batch; None: unknown.
+        ranks: number of data ranks; None: unknown.
     """
 
     start: Cursor
@@ -43,21 +44,26 @@ class ReadSpan:
     step: int | None = None
     global_batch: int | None = None
     tail: Tail | None = None
+    ranks: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the span as JSON values."""
-        return {**asdict(self), "start": list(self.start), "stop": list(self.stop)}
+        """Return the span as JSON values; without `ranks` if that is unknown."""
+        fields = {**asdict(self), "start": list(self.start), "stop": list(self.stop)}
+        if self.ranks is None:
+            del fields["ranks"]
+        return fields
 
     @classmethod
     def from_dict(cls, span: Mapping[str, Any]) -> ReadSpan:
         """Return the span of a `to_dict` result. Raises CorruptDataError: `span` has another form."""
         try:
             start, stop = (_checked_cursor(*span[name]) for name in ("start", "stop"))
-            step, global_batch, tail = (span.get(name) for name in ("step", "global_batch", "tail"))
+            step, global_batch, tail, ranks = (span.get(name) for name in ("step", "global_batch", "tail", "ranks"))
             are_counts = _is_count_or_none(step, 0) and _is_count_or_none(global_batch, 1)
+            are_counts = are_counts and _is_count_or_none(ranks, 1)
             if start > stop or not are_counts:
                 raise ValueError(f"from {start} to {stop}, step {step!r}, batches of {global_batch!r}")  # noqa: TRY301
-            return cls(start, stop, step, global_batch, None if tail is None else parse_tail(tail))
+            return cls(start, stop, step, global_batch, None if tail is None else parse_tail(tail), ranks)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(f"not a valid span of consumed data: {error}; found {span!r}") from error
 
@@ -73,6 +79,9 @@ class DataUse:
         purpose: "training", or "evaluation" for data that the weights were not trained on.
         run: random identifier of the run; None: unknown.
         spans: positions that the run consumed, in order; () if they were not recorded.
+        loader: settings with which the loader made batches, see `Loader.settings`; None: unknown.
+        view: how the samples of a view were chosen, such as "label <> 'cat'", for a mixture with the data set of
+            each; None: all samples.
     """
 
     dataset: str
@@ -81,6 +90,12 @@ class DataUse:
     purpose: str = "training"
     run: str | None = None
     spans: Sequence[ReadSpan] = ()
+    loader: Mapping[str, Any] | None = None
+    view: str | None = None
+
+    def __str__(self) -> str:
+        """Return the data by name, such as "digits@1/train[label <> 'cat']"."""
+        return use_text({"dataset": self.dataset, "split": self.split, "view": self.view})
 
     def __post_init__(self) -> None:
         if self.purpose not in _PURPOSES:
@@ -95,6 +110,10 @@ class DataUse:
             fields["run"] = self.run
         if self.spans:
             fields["spans"] = [span.to_dict() for span in self.spans]
+        if self.loader is not None:
+            fields["loader"] = dict(self.loader)
+        if self.view is not None:
+            fields["view"] = self.view
         return fields
 
     @classmethod
@@ -103,12 +122,17 @@ class DataUse:
         try:
             spans = tuple(map(ReadSpan.from_dict, use.get("spans", ())))
             state = dict(use["state"])
-            purpose, run = use.get("purpose", "training"), use.get("run")
-            if not isinstance(run, str | None):
-                raise TypeError(f"run is {run!r}")  # noqa: TRY301
-            return cls(str(use["dataset"]), str(use["split"]), state, purpose, run, spans)
+            purpose, run, loader, view = use.get("purpose", "training"), *map(use.get, ("run", "loader", "view"))
+            if not isinstance(run, str | None) or not isinstance(loader, Mapping | None):
+                raise TypeError(f"run is {run!r}, loader is {loader!r}")  # noqa: TRY301
+            return cls(str(use["dataset"]), str(use["split"]), state, purpose, run, spans, loader, view)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptDataError(f"not a valid data use: {error!r}; found {use!r}") from error
+
+
+def use_text(use: Mapping[str, Any]) -> str:
+    """Return the data of a use by name, such as "digits@1/train[label <> 'cat']", for a result of `to_dict`."""
+    return f"{use['dataset']}/{use['split']}" + (f"[{use['view']}]" if use.get("view") else "")
 
 
 @runtime_checkable
@@ -197,16 +221,26 @@ class ConsumptionTracker:
         self._run, self._spans = str(run), spans
 
     def use(self) -> DataUse:
-        """Return the data consumed so far. Raises ConfigError: the loader is before the first position of the run."""
+        """Return the data consumed so far. Raises ConfigError: the loader is before the first position of the run.
+
+        The signal of the loader is written first. Raises UnavailableError: the store does not take it.
+        """
+        # A save is preceded by the values of all samples that it counts as consumed.
+        if (signals := getattr(self._loader, "signals", None)) is not None:
+            signals.flush()
         # Leave out the decoder settings: they do not change which samples are read. The loader's own state has them.
         state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
-        splits = getattr(self._loader.split, "splits", None)
+        read = self._loader.split
+        splits = getattr(read, "splits", None)
         if splits is None:
-            dataset, split = self._loader.split.dataset, self._loader.split.name
+            dataset, split, view = read.dataset, read.name, read.view
         else:
             dataset, split = ", ".join(dict.fromkeys(part.dataset for part in splits)), "mixture"
+            view = ", ".join(f"{part.dataset}: {part.view}" for part in splits if part.view) or None
         spans = (*self._spans, self._span(cursor_of(state)))
-        return DataUse(str(dataset), str(split), state, run=self._run, spans=spans)
+        # A replay of a step makes the same batches with these settings. Loaders of torch have none.
+        settings = getattr(self._loader, "settings", None)
+        return DataUse(str(dataset), str(split), state, run=self._run, spans=spans, loader=settings, view=view)
 
     def _begin(self, loader: ReadLoader, step: int) -> None:
         """Start a span at the position of `loader`. Raises ConfigError: see the class."""
@@ -226,7 +260,8 @@ class ConsumptionTracker:
                 f"the loader was reset: it is at {stop} (epoch, position), before {self._start}, where this run "
                 "started. If the weights are reset too, make a new ConsumptionTracker after that"
             )
-        return ReadSpan(self._start, stop, self._step, loader.batch_size * loader.ranks.world_size, loader.tail)
+        ranks = loader.ranks.world_size
+        return ReadSpan(self._start, stop, self._step, loader.batch_size * ranks, loader.tail, ranks)
 
 
 def cursor_of(state: Mapping[str, Any]) -> Cursor:
@@ -278,7 +313,7 @@ class RecordedData:
                 for index, part in enumerate(ranges)
             )
             state = order.state_at(ranges[-1].stop)
-            use = DataUse(order.dataset, order.split, state, run=self._run, spans=spans)
+            use = DataUse(order.dataset, order.split, state, run=self._run, spans=spans, view=order.view)
             key = _order_of(use)
             uses[key] = replace(use, spans=_join(uses[key].spans, spans)) if key in uses else use
         return tuple(uses.values())

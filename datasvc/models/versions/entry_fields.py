@@ -7,12 +7,13 @@ not in `_FIELDS` are not checked, because a later datasvc may add them.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from datasvc.errors import CorruptDataError
-from datasvc.repository import Digest, Entry
+from datasvc.errors import CorruptDataError, UnreadableVersionWarning
+from datasvc.repository import Digest, Entry, Resolved
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import keep_valid
 
@@ -27,6 +28,9 @@ _MAX_SHOWN: Final = 60  # characters of a wrong value in a message
 # as many blocks as a tensor table may have chunks.
 MAX_SHARDING_BYTES: Final = 512 << 20
 MAX_CODE_BYTES: Final = 64 << 20
+
+
+TRACKERS: Final = ("mlflow", "wandb")
 
 
 class _FieldRule(NamedTuple):
@@ -155,6 +159,17 @@ def valid_entries(name: str, entries: Iterable[Entry]) -> list[Entry]:
     return keep_valid("models", name, entries, check_fields)
 
 
+def has_valid_fields(name: str, entry: Entry, effect: str) -> bool:
+    """Return whether `check_fields` accepts an entry of the model `name`; if not, warn of it and of its `effect`."""
+    version = Resolved("models", name, entry.number)
+    try:
+        check_fields(entry.content, version)
+    except CorruptDataError as error:
+        warnings.warn(UnreadableVersionWarning(str(version), f"{error}; {effect}"), stacklevel=2)
+        return False
+    return True
+
+
 def find_wrong_fields(content: Mapping[str, Any]) -> dict[str, str]:
     """Return, for each field that is missing or has a wrong type, what was expected and what was found."""
     problems = {}
@@ -252,3 +267,20 @@ def objects_of_entry(content: Mapping[str, Any], version: object) -> EntryObject
         )
     except (KeyError, TypeError, AttributeError, CorruptDataError) as error:
         raise CorruptDataError(f"the entry of {version} does not name its tensors and state: {error!r}") from error
+
+
+# The runs of experiment trackers that a version belongs to. `datasvc train --log-to` and `datasvc.integrations` write
+# and read them alike, so that each continues the run of the other. A tracker has one active run in a process, and so
+# one field.
+
+
+def config_of_run(tracker: str, run_id: str) -> dict[str, str]:
+    """Return the field by which the configuration of a version names a run of a tracker of `TRACKERS`."""
+    assert tracker in TRACKERS, tracker
+    return {f"{tracker}_run": run_id}
+
+
+def runs_in_config(config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the ids of the runs that the configuration of a version names, by tracker."""
+    fields = {tracker: (config or {}).get(f"{tracker}_run") for tracker in TRACKERS}
+    return {tracker: run_id for tracker, run_id in fields.items() if isinstance(run_id, str)}

@@ -229,6 +229,9 @@ class Execution:
         topology: "decentralised" if the ranks compute the updates themselves, as with all-reduce; "centralised" if
             a parameter server does.
         communication: how updates are exchanged, such as "all-reduce"; "" if there is one rank.
+        sync: who waits for whom, such as "bsp" or "local:8", as in docs/explanation/waiting.md; "": not recorded.
+        sync_steps: optimizer steps between two rounds of a parameter, of all ranks; 0: not recorded.
+        outer_optimizer: what the exchanges do beside averaging: "nesterov", "center", or "".
 
     Raises:
         ConfigError: a value is not one of those that are listed above.
@@ -239,6 +242,9 @@ class Execution:
     consistency: Consistency = "synchronous"
     topology: Topology = "decentralised"
     communication: str = "all-reduce"
+    sync: str = ""
+    sync_steps: int = 0
+    outer_optimizer: str = ""
 
     def __post_init__(self) -> None:
         for axis, size in self.layout.items():
@@ -249,9 +255,19 @@ class Execution:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if not isinstance(self.communication, str):
-            raise ConfigError(f"communication is {self.communication!r}; expected a text such as 'all-reduce'")
+        for name, example in (("communication", "all-reduce"), ("sync", "local:8"), ("outer_optimizer", "nesterov")):
+            if not isinstance(text := getattr(self, name), str):
+                raise ConfigError(f"{name} is {text!r}; expected a text such as {example!r}")
+        if type(self.sync_steps) is not int or self.sync_steps < 0:
+            raise ConfigError(f"sync_steps is {self.sync_steps!r}; expected a number of steps, 0 or more")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the field `execution` of an entry."""
-        return {**vars(self), "layout": dict(self.layout)}
+        averaging = {"sync": self.sync, "sync_steps": self.sync_steps, "outer_optimizer": self.outer_optimizer}
+        # As texts, because earlier releases accept no other values here.
+        recorded = {name: str(value) for name, value in averaging.items() if value}
+        return {
+            **{name: value for name, value in vars(self).items() if name not in averaging},
+            **recorded,
+            "layout": dict(self.layout),
+        }

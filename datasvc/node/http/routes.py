@@ -37,6 +37,7 @@ from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import choose_split, open_dataset
+from datasvc.shards.views.reference import ViewedDataset
 
 _MAX_SIZE = 1 << 50  # bytes; no object is larger
 _RANGE = re.compile(r"bytes[ \t]*=[ \t]*(\d*)-(\d*)[ \t]*", re.IGNORECASE | re.ASCII)
@@ -240,8 +241,14 @@ class StageRoutes:
 
     def _start(self, ref: str, repo: str | None, split: str | None) -> StageJob:
         dataset = open_dataset(self._origins.find(repo), ref)
+        # A condition would read the data set in this process, and write to the repository.
+        if isinstance(dataset, ViewedDataset) and not dataset.is_stored:
+            raise ConfigError(
+                f"{ref} has a condition, and a node stages stored views only: store it with `datasvc view`, then "
+                "give NAME[VIEW]"
+            )
         # Remove credentials from the URL, because `/stage` shows the labels to every client.
-        labels = {"repo": redact_url(dataset.repository.url), "ref": str(dataset.resolved), "split": split or ""}
+        labels = {"repo": redact_url(dataset.repository.url), "ref": dataset.title, "split": split or ""}
         return self._jobs.start(choose_split(dataset, split), labels)
 
 

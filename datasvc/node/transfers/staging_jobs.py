@@ -44,7 +44,7 @@ class StageJob:
         self.splits = splits
         self.labels = labels
         self.total_bytes = sum(
-            {info.digest: info.size_bytes for split in splits for info in split.table.shards()}.values()
+            {info.digest: info.size_bytes for split in splits for info in split.table.cached_objects()}.values()
         )
         self.stop = threading.Event()
         self.future: Future[None]

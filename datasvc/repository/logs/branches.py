@@ -20,7 +20,9 @@ from datasvc.repository.store.storage import Storage
 
 BRANCHES: Final = "versions/branches"
 """Folder of the logs of branches, in the folder of the data set."""
-_RESERVED: Final = frozenset({LATEST, "main"})  # what people call the main line
+MAIN_NAME: Final = "main"
+RESERVED: Final = frozenset({LATEST, MAIN_NAME})
+"""What people call the main line. No branch has one of these names, and no new tag of a data set."""
 BRANCH: Final = "branch"
 LINES: Final = "lines"
 MAIN: Final = ""
@@ -53,7 +55,7 @@ class Branch:
 
 def check_branch(branch: str) -> str:
     """Return `branch` if it is a valid name of a branch, otherwise raise ConfigError."""
-    if branch in _RESERVED:
+    if branch in RESERVED:
         raise ConfigError(
             f"{branch!r} cannot be the name of a branch: the main line is the name of the data set alone; choose "
             "another name"

@@ -80,21 +80,27 @@ class Journal:
             self._storage.put_bytes(path, content)
         return attempt
 
-    def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Record that a part of the work is done. Raises UnavailableError if the store does not respond."""
+    def write(self, name: str, content: Mapping[str, Any], *, synced: bool = False) -> None:
+        """Record that a part of the work is done. Raises UnavailableError if the store does not respond.
+
+        If a power cut loses a record that is not `synced`, its part is done again.
+        """
         assert self._attempt is not None
-        # Not synced: if a power cut loses a record, its part is done again.
         record = encode_entry({**content, "attempt": self._attempt})
-        self._storage.put_bytes(f"{self._folder}/{name}.json", record, synced=False)
+        self._storage.put_bytes(f"{self._folder}/{name}.json", record, synced=synced)
 
     def read_all(self) -> dict[str, dict[str, Any]]:
-        """Return every intact record of this attempt, by name. Raises UnavailableError if the store fails."""
+        """Return every intact record of this attempt, by name; before `begin`, of the one that it would resume.
+
+        Raises UnavailableError if the store fails.
+        """
+        attempt = self._attempt or (self._read(_PLAN) or {}).get("attempt")
         names = [name for name in self._storage.list(self._folder) if name != _PLAN and name.endswith(".json")]
         contents = map_in_threads(self._read, names, _READS_AT_ONCE)
         return {
             name.removesuffix(".json"): content
             for name, content in zip(names, contents, strict=True)
-            if content is not None and content.pop("attempt", None) == self._attempt
+            if content is not None and content.pop("attempt", None) == attempt
         }
 
     def remove(self) -> None:

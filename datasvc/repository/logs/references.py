@@ -6,6 +6,8 @@ the best value of a metric; no tag can have this name, because a tag has no colo
 
 Of a data set, `NAME` is the newest version of the main line, and `NAME@branch` that of a branch; `NAME@branch~1` is
 the version that this one continues. Tags and branches have one space of names.
+
+Where samples are read, `REFERENCE[SELECTION]` is a view of that version: see `datasvc.shards.views`.
 """
 
 from __future__ import annotations
@@ -116,6 +118,11 @@ def parse_reference(text: str, what: str = "data set") -> Reference:
 
     Raises ConfigError if `text` is no such reference.
     """
+    if "[" in text:
+        raise ConfigError(
+            f"{text!r} selects a part of the samples of a version, and a whole version is expected here: leave out "
+            "[...]"
+        )
     name, at, version_or_tag = text.partition("@")
     check_name(name, what)
     if not at:
@@ -140,6 +147,41 @@ def parse_reference(text: str, what: str = "data set") -> Reference:
             "before the tag's last move"
         )
     return Reference(name, tag=tag, moves_back=int(moves) if tilde else 0)
+
+
+def split_selection(text: str) -> tuple[str, str | None]:
+    """Split `REFERENCE[SELECTION]`, a view of a version, into both; without a selection, return None for it.
+
+    Raises ConfigError if the text does not end with the bracket.
+    """
+    reference, bracket, rest = text.partition("[")
+    if not bracket:
+        return text, None
+    if not rest.endswith("]") or not rest[:-1].strip():
+        raise ConfigError(f"{text!r} is no reference to a view; expected one such as pets@3[label != 'cat']")
+    return reference, rest[:-1].strip()
+
+
+def split_words(text: str) -> list[str]:
+    """Split references at white space that is not in the brackets of a selection.
+
+    A bracket in quotes does not count. Raises ConfigError if a bracket is not closed.
+    """
+    words: list[str] = []
+    quote, depth, start = "", 0, None
+    for index, letter in enumerate(f"{text} "):
+        if letter.isspace() and not depth:
+            words += [] if start is None else [text[start:index]]
+            start = None
+            continue
+        start = index if start is None else start
+        if quote or (depth and letter in "'\""):
+            quote = ("" if letter == quote else quote) if quote else letter
+        elif letter in "[]":
+            depth = max(0, depth + (1 if letter == "[" else -1))
+    if depth:
+        raise ConfigError(f"{text!r} has a bracket that is not closed; a view is written NAME@VERSION[CONDITION]")
+    return words
 
 
 # The name must have a word of known direction, such as `loss`, followed only by neutral words: `val/loss`,

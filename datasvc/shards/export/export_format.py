@@ -21,7 +21,8 @@ from datasvc.shards.export.destination import Destination
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.reader import python_values
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, is_list
-from datasvc.shards.versions.dataset import Split, open_listed_shard
+from datasvc.shards.format.shard_stores import open_listed_shard
+from datasvc.shards.versions.dataset import Split
 
 # Types whose values are JSON scalars.
 _PLAIN_JSON: Final = (
@@ -126,7 +127,9 @@ class ExportUnit:
         """
         schema = self.split.table.sample_schema
         for shard_number in self.shards:
-            shard = open_listed_shard(self.split.origin, self.split.table, shard_number)
+            shard = open_listed_shard(
+                self.split.origin, self.split.repository.objects, self.split.table, shard_number
+            )
             shard.check_texts()
             live_rows = _live_rows(self.split, shard_number)
             start = 0  # row of the shard at which the batch starts

@@ -21,6 +21,8 @@ from datasvc.child_process import end_with_parent
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
+from datasvc.repository.logs.copies import EXPORT, RecordedCopy, record_copies
+from datasvc.repository.logs.redactions import redaction_log
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, ExportUnit, WrittenFiles
 from datasvc.shards.export.folder import FolderExport
@@ -30,7 +32,7 @@ from datasvc.shards.export.parquet import ParquetExport
 from datasvc.shards.export.records import ExportRecords, open_records
 from datasvc.shards.export.tfrecord import TfRecordExport
 from datasvc.shards.export.webdataset import WebDatasetExport
-from datasvc.shards.versions.dataset import DatasetVersion, Split, choose_split, open_dataset
+from datasvc.shards.versions.dataset import Split, choose_split, open_dataset
 
 FORMATS: Final[Mapping[str, ExportFormat]] = {
     export_format.name: export_format
@@ -51,15 +53,19 @@ class ExportReport:
 
     Attributes:
         version: version that was exported.
+        title: the version for messages, with the selection if only views of its splits were exported.
         format: name of the format.
         destination: URL of the destination, without credentials.
         splits: numbers of samples, files and bytes by split.
+        copy: what the log of copies has of it.
     """
 
     version: Resolved
+    title: str
     format: str
     destination: str
     splits: Mapping[str, WrittenFiles]
+    copy: RecordedCopy
 
 
 def export(
@@ -70,20 +76,25 @@ def export(
     *,
     split: str | None = None,
     workers: int = 1,
+    record: bool = True,
     progress: Progress = NO_PROGRESS,
 ) -> ExportReport:
     """Write a data-set version as files of another format, without its deleted samples.
+
+    Of a view, each sample is written once, whatever its weight.
 
     The destination is complete when it contains `datasvc-export.json`. After an interruption, the same call continues
     with the shards that are not yet written.
 
     Args:
         repository: repository of the version.
-        ref: NAME, NAME@VERSION or NAME@TAG.
+        ref: NAME, NAME@VERSION or NAME@TAG; REF[SELECTION] for a part of the samples, see `open_dataset`.
         destination: a new or empty local folder or fsspec URL.
         format: one of `FORMATS`.
         split: the only split to export; None: all.
         workers: number of processes that write; 1: only the calling process.
+        record: whether the log of copies gets an entry, so that a purge lists the export. If it cannot be written,
+            there is a warning.
         progress: counts the stored bytes of each shard that was written.
 
     Raises:
@@ -96,32 +107,43 @@ def export(
     export_format = choose_format(format)
     if workers < 1:
         raise ConfigError(f"an export needs at least 1 worker; got {workers}")
+    # Read before a table: what was purged until now is not written.
+    redactions = redaction_log(repository.objects).read().head
     dataset = open_dataset(repository, ref)
     splits = choose_split(dataset, split)
-    target = Destination(destination)
-    if export_format.is_local_only and not target.is_local:
-        raise ConfigError(
-            f"{format} is written to local folders only; {target.location} is not one: export into a local folder, "
-            "and upload it afterwards"
-        )
-    # All splits are checked before the first file is written.
-    for chosen in splits:
-        export_format.check(chosen)
+    _check(export_format, format, target := Destination(destination), splits)
     # The digests of the tables identify the samples, so a continued export writes the same ones.
     tables = {chosen.name: chosen.digest for chosen in splits}
     plan = {"version": str(dataset.resolved), "format": format, "tables": tables}
-    with open_records(target, plan) as records:
+    with open_records(target, plan, redactions) as records:
         # A summary means that an earlier run was interrupted before it removed its records: only this is left to do.
         if records.summary is not None:
-            records.tidy()
-            return _repeat_report(dataset, records.summary, target)
-        units = [unit for chosen in splits for unit in plan_units(chosen, export_format)]
-        progress.begin(sum(unit.stored_bytes for unit in units))
-        _write_units(units, export_format, target, records, workers, progress)
-        written = {chosen.name: _join(chosen, units, export_format, target, records) for chosen in splits}
-        # Commit point: the summary is written after all files.
-        records.finish({"splits": {chosen.name: _describe(chosen, written[chosen.name]) for chosen in splits}})
-    return ExportReport(dataset.resolved, format, target.location, written)
+            written = _written(records.summary)
+        else:
+            units = [unit for chosen in splits for unit in plan_units(chosen, export_format)]
+            progress.begin(sum(unit.stored_bytes for unit in units))
+            _write_units(units, export_format, target, records, workers, progress)
+            written = {chosen.name: _join(chosen, units, export_format, target, records) for chosen in splits}
+            # Commit point: the summary is written after all files.
+            records.finish({"splits": {chosen.name: _describe(chosen, written[chosen.name]) for chosen in splits}})
+        num_samples = sum(files.num_samples for files in written.values())
+        copy = RecordedCopy(dataset.title, EXPORT, target.location, num_samples, tables, records.redactions)
+        if record:
+            record_copies(repository.storage, [copy])
+        # Last: an export that is killed before this is recorded when it is repeated.
+        records.tidy()
+    return ExportReport(dataset.resolved, dataset.title, format, target.location, written, copy)
+
+
+def _check(export_format: ExportFormat, name: str, target: Destination, splits: Sequence[Split]) -> None:
+    """Check the place and all splits, before the first file is written. Raises ConfigError."""
+    if export_format.is_local_only and not target.is_local:
+        raise ConfigError(
+            f"{name} is written to local folders only; {target.location} is not one: export into a local folder, "
+            "and upload it afterwards"
+        )
+    for split in splits:
+        export_format.check(split)
 
 
 def plan_units(split: Split, export_format: ExportFormat) -> list[ExportUnit]:
@@ -190,16 +212,16 @@ def _describe(split: Split, written: WrittenFiles) -> dict[str, Any]:
         "bytes": written.size_bytes,
         "columns": {field.name: str(field.type) for field in split.table.sample_schema},
         "classes": list(split.classes),
+        **({"view": split.view} if split.view else {}),
     }
 
 
-def _repeat_report(dataset: DatasetVersion, summary: Mapping[str, Any], destination: Destination) -> ExportReport:
-    """Return the report of an export that an earlier run finished, from its summary."""
-    splits = {
+def _written(summary: Mapping[str, Any]) -> dict[str, WrittenFiles]:
+    """Return what an earlier run has written of each split, from its summary."""
+    return {
         name: WrittenFiles(totals["samples"], totals["files"], totals["bytes"])
         for name, totals in summary["splits"].items()
     }
-    return ExportReport(dataset.resolved, summary["format"], destination.location, splits)
 
 
 def write_in_processes(
@@ -218,7 +240,7 @@ def write_in_processes(
             pool.submit(
                 _write_unit,
                 # Only names and numbers are sent: a worker opens the repository, the table and the destination.
-                (unit.split.repository.url, unit.split.dataset, unit.split.name),
+                (unit.split.repository.url, unit.split.dataset, unit.split.name, unit.split.digest),
                 (unit.shards, unit.number, unit.num_units),
                 export_format.name,
                 destination.storage.url,
@@ -237,17 +259,17 @@ def write_in_processes(
 
 
 def _write_unit(
-    split: tuple[str, str, str], unit: tuple[tuple[int, ...], int, int], export_format: str, destination: str
+    split: tuple[str, str, str, str], unit: tuple[tuple[int, ...], int, int], export_format: str, destination: str
 ) -> WrittenFiles:
     """Write a unit. `split` has the arguments of `_open_split`, and `unit` those of `ExportUnit` after the split."""
     return FORMATS[export_format].write(ExportUnit(_open_split(*split), *unit), Destination(destination))
 
 
 @lru_cache(maxsize=1)
-def _open_split(repository: str, version: str, split: str) -> Split:
+def _open_split(repository: str, version: str, split: str, digest: str) -> Split:
     """Return a split. It is cached, so that a worker reads its table once, and not for each unit."""
     # One split is enough, because the units of a split follow each other.
-    return open_dataset(Repository.open(repository), version)[split]
+    return Split(split, version, Repository.open(repository), digest)
 
 
 def choose_format(name: str) -> ExportFormat:

@@ -35,13 +35,19 @@ class ExportRecords:
     Args:
         destination: destination of the export.
         plan: JSON values that identify the export: version, format and shard tables.
+        redactions: see `open_records`.
         summary: summary of an export of which only the records are left; None: unfinished.
     """
 
     def __init__(
-        self, destination: Destination, plan: Mapping[str, Any], summary: Mapping[str, Any] | None = None
+        self,
+        destination: Destination,
+        plan: Mapping[str, Any],
+        redactions: int,
+        summary: Mapping[str, Any] | None = None,
     ) -> None:
         self.summary = summary
+        self.redactions = redactions
         self._destination = destination
         self._plan = plan
         # List the folder once, instead of one request for each unit.
@@ -64,7 +70,6 @@ class ExportRecords:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which completes the export. Raise UnavailableError."""
         self._destination.put(SUMMARY_FILE, _encode({**self._plan, **summary}))
-        self.tidy()
 
     def tidy(self) -> None:
         """Remove the records, which only an unfinished export needs. Raise UnavailableError."""
@@ -72,8 +77,11 @@ class ExportRecords:
 
 
 @contextmanager
-def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[ExportRecords]:
+def open_records(destination: Destination, plan: Mapping[str, Any], redactions: int) -> Iterator[ExportRecords]:
     """Start an export, or continue one that was interrupted.
+
+    `redactions` is the number of the newest entry of the log of redactions. An export that continues keeps that of
+    its first run, which may have written samples that were purged since.
 
     Raises:
         ConfigError: the destination holds other files or another export.
@@ -84,22 +92,27 @@ def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[
     _inspect(destination, plan)
     with _exclusive(destination):
         # Check again: another process may have changed the destination before this one had the lock.
-        summary, is_started = _inspect(destination, plan)
-        if is_started:
+        summary, started = _inspect(destination, plan)
+        if started:
             destination.sweep()
         else:
-            destination.put(_PLAN_FILE, _encode(plan))
-        yield ExportRecords(destination, plan, summary)
+            started = {**plan, "redactions": redactions}
+            destination.put(_PLAN_FILE, _encode(started))
+        # 0: an earlier release has begun it, so it is unknown what it wrote before which purge.
+        yield ExportRecords(destination, plan, int(started.get("redactions", 0)), summary)
 
 
-def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
-    """Return the summary of this export if only its records are left, else None; and whether it was started."""
+def _inspect(
+    destination: Destination, plan: Mapping[str, Any]
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Return the summary of this export if only its records are left; and what is left of its plan; else None."""
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)
         # This export was interrupted before it removed its records; a repeated call only removes them.
         if _FOLDER in names and {name: summary.get(name) for name in plan} == plan:
-            return summary, True
+            is_planned = destination.storage.size(_PLAN_FILE) is not None
+            return summary, _read_json(destination, _PLAN_FILE) if is_planned else summary
         raise ConfigError(
             f"{destination.location} holds a finished export ({SUMMARY_FILE}); choose a new or empty folder"
         )
@@ -110,15 +123,15 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
                 f"{destination.location} is not empty ({', '.join(sorted(names)[:5])}), and an export overwrites "
                 "nothing; choose a new or empty folder"
             )
-        return None, False
+        return None, None
     stored_plan = _read_json(destination, _PLAN_FILE)
-    if stored_plan != plan:
+    if {name: stored_plan.get(name) for name in plan} != plan:
         raise ConfigError(
             f"{destination.location} holds an unfinished export of {stored_plan.get('version')} as "
             f"{stored_plan.get('format')}, splits {', '.join(stored_plan.get('tables', []))}; repeat that export to "
             "finish it, or choose a new or empty folder"
         )
-    return None, True
+    return None, stored_plan
 
 
 @contextmanager

@@ -68,14 +68,19 @@ def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]
     return sample, _payload([blobs[name] for name in sorted(blobs)], sample)
 
 
-def digest_batch(batch: pa.RecordBatch, encode_leaf: EncodeLeaf | None = None) -> tuple[list[bytes], list[bytes]]:
+def digest_batch(
+    batch: pa.RecordBatch,
+    encode_leaf: EncodeLeaf | None = None,
+    known: Mapping[str, Sequence[bytes | None]] | None = None,
+) -> tuple[list[bytes], list[bytes]]:
     """Return the sample digests and the payload digests of a batch, in its order.
 
-    `encode_leaf` encodes the types of `has_units`; None: as in the newest format, see `encode_array`.
+    `encode_leaf` encodes the types of `has_units`; None: as in the newest format, see `encode_array`. `known` has the
+    digests of blobs by column, for columns that the batch lacks.
     """
-    measured = (WIDTH, HEIGHT) if IMAGE in batch.schema.names else ()
+    blobs: dict[str, Sequence[bytes | None]] = dict(known or {})
+    measured = (WIDTH, HEIGHT) if IMAGE in {*batch.schema.names, *blobs} else ()
     values: dict[str, Sequence[bytes | None]] = {}
-    blobs: dict[str, Sequence[bytes | None]] = {}
     for name in batch.schema.names:
         column = batch.column(name)
         if name == KEY or name in measured:

@@ -8,6 +8,7 @@ in the index is read as a whole, and has a digest of its own.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,19 +17,32 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+from xxhash import xxh3_128_digest
 
+from datasvc.arrow_messages import checked_messages
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.repository import Digest, ObjectInfo, Objects
+from datasvc.shards.format.digests import digest_blob, digest_sample
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_batch
 from datasvc.shards.format.mapped_file import Bytes
-from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialBatch, WholeBatch, reserve_memory
-from datasvc.shards.format.reader import Shard
-from datasvc.shards.format.sample_index import ByteRange, SampleIndex, check_ranges
-from datasvc.shards.format.schema import check_shard_schema
+from datasvc.shards.format.reader import Shard, blob_part
+from datasvc.shards.format.sample_index import BatchLayout, ByteRange, Digests, SampleIndex, check_ranges
+from datasvc.shards.format.schema import check_shard_schema, is_blob
 
 # Samples with at most this gap between them are read by one request: the transfer of the gap takes a third of the
 # latency of another request.
 GAP_BYTES: Final = 256 << 10
+
+
+Content = bytes | memoryview
+Run = tuple[int, int]
+"""Samples of a record batch as a half-open range `start, stop`."""
+
+_OFFSET_BITS: Final = 32  # size of the offset that each text, blob or list has
+_ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
 
 
 class RangedObjects(Protocol):
@@ -76,6 +90,8 @@ class PartialShard(Shard):
         CorruptDataError: the sample index contradicts itself or the shard.
         ConfigError: the shard has a newer format than this datasvc reads.
     """
+
+    is_partial = True
 
     def __init__(self, info: ObjectInfo, index: SampleIndex, name: str) -> None:
         layout = index.layout
@@ -207,3 +223,220 @@ def open_partial(objects: Objects, info: ObjectInfo, index: Digest | None) -> Pa
     if decoded.layout is None:
         return None
     return PartialShard(info, decoded, objects.location(info.digest))
+
+
+# If the layout of a batch has a frame (the message without the bytes of its blobs, see `sample_index`), the batch is
+# a `FramedBatch`, else a `WholeBatch`. Both plan the byte ranges to read for some samples, and accept only bytes that
+# match their digest. `partial_reader` combines the batches of a shard.
+
+
+class FramedBatch:
+    """A record batch with a frame: the frame has everything but the blobs, which are read sample by sample.
+
+    Args:
+        layout: layout of the batch, with a frame.
+        schema: schema of the shard.
+        memory: memory of the size of the shard's file; the batch uses its own range of it.
+        payloads: payload digest of each sample of the batch.
+        name: name of the batch for messages.
+
+    Attributes:
+        batch: the samples; those that are not readable yet have arbitrary or null blobs.
+        readable: `bool[num_samples]`, samples that are readable before any `add`.
+
+    Raises:
+        CorruptDataError: the frame is not a record batch of `schema`, or does not match the layout.
+    """
+
+    def __init__(
+        self, layout: BatchLayout, schema: pa.Schema, memory: mmap.mmap, payloads: Digests, name: str
+    ) -> None:
+        self._layout = layout
+        self._payloads = payloads
+        self._name = name
+        try:
+            self.batch = _read_message(_place_frame(layout, memory), schema, layout.num_samples)
+        except ValueError as error:
+            raise CorruptDataError(f"{name}: its sample index has an invalid frame: {error}") from error
+        self._memory = memoryview(memory)[layout.message.offset :][: layout.message.length]
+        self._columns = [field.name for field in schema if is_blob(field.type)]
+        self._check_spans()
+        parts = [blob_part(self.batch.column(name)) for name in self._columns]
+        # Bounds of each blob within the bytes of its column: `int64[blob columns, samples]`.
+        self._starts = np.array([starts for _, starts, _ in parts])
+        self._stops = np.array([stops for _, _, stops in parts])
+        self._valid = np.array(
+            [self.batch.column(name).is_valid().to_numpy(zero_copy_only=False) for name in self._columns]
+        )
+        # A sample whose blobs have no bytes needs nothing but the frame.
+        self.readable = np.asarray((self._stops == self._starts).all(axis=0))
+
+    def _check_spans(self) -> None:
+        """Raise CorruptDataError if the layout's blobs are not those of the batch, at the same positions."""
+        # `add` writes blobs at the layout's positions, but readers take them from the positions in the batch.
+        start = _address_of(self._memory)
+        buffers = [self.batch.column(name).buffers()[2] for name in self._columns]
+        spans = [
+            ByteRange(buffer.address - start, buffer.size) if buffer is not None and buffer.size else ByteRange(0, 0)
+            for buffer in buffers
+        ]
+        # A column without bytes counts as (0, 0). A batch without blob columns has no frame: it would save nothing.
+        if not spans or spans != [span if span.length else ByteRange(0, 0) for span in self._layout.blobs]:
+            raise CorruptDataError(
+                f"{self._name}: its sample index lists blobs at other positions than its frame; restore the index "
+                "from another copy"
+            )
+
+    def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
+        """Return the runs that cover `rows` (`plan_runs`), each with the byte range to read for each blob column."""
+        # Sums over the blob columns: the difference of two is the number of bytes between samples in all columns.
+        runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
+        return [(run, self._spans(*run)) for run in runs]
+
+    def add(self, run: Run, contents: Sequence[Content]) -> None:
+        """Store the bytes of a run's blobs. Raise CorruptDataError, without any change, if a digest differs."""
+        views = [memoryview(content) for content in contents]
+        # Bounds within `contents`, whose first bytes are those of the run's first sample.
+        starts = self._starts - self._starts[:, run[0], None]
+        stops = self._stops - self._starts[:, run[0], None]
+        for row in range(*run):
+            blobs = {
+                name: digest_blob(views[number][starts[number, row] : stops[number, row]])
+                for number, name in enumerate(self._columns)
+                if self._valid[number, row]
+            }
+            # The payload digest depends on the blobs alone, so the other columns are left out. A sample without blobs
+            # has no bytes in `contents` to verify.
+            if blobs and digest_sample(blobs, {})[1] != self._payloads[row].tobytes():
+                raise CorruptDataError(f"{self._name}: the bytes read for its sample {row} are corrupt; {_ADVICE}")
+        # Store bytes only after all samples of the run are verified, because readers use this memory without a copy.
+        for number, view in enumerate(views):
+            start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
+            self._memory[start : start + len(view)] = view
+
+    def _spans(self, start: int, stop: int) -> tuple[ByteRange, ...]:
+        """Return the range in the shard's file of the blobs of samples `start` to `stop`, for each blob column."""
+        message_offset = self._layout.message.offset
+        return tuple(
+            ByteRange(message_offset + span.offset + int(starts[start]), int(stops[stop - 1] - starts[start]))
+            for span, starts, stops in zip(self._layout.blobs, self._starts, self._stops, strict=True)
+        )
+
+
+class WholeBatch:
+    """A record batch with a digest: no sample is readable before the whole batch is read.
+
+    Args:
+        layout: layout of the batch, with a digest.
+        schema: schema of the shard.
+        name: name of the batch for messages.
+
+    Attributes: see `FramedBatch`.
+    """
+
+    def __init__(self, layout: BatchLayout, schema: pa.Schema, name: str) -> None:
+        self._layout = layout
+        self._name = name
+        count = layout.num_samples
+        # Check this before the placeholder is made, because its null values take memory for each of the samples.
+        if count * sum(_min_bits(field.type) for field in schema) > 8 * layout.message.length:
+            raise CorruptDataError(
+                f"{name}: its sample index lists {count_text(count, 'sample')} in {layout.message.length} "
+                "bytes; restore the index "
+                "from another copy"
+            )
+        self.batch = pa.RecordBatch.from_arrays([pa.nulls(count, field.type) for field in schema], schema=schema)
+        self.readable = np.zeros(count, np.bool_)
+
+    def plan(self, rows: Integers, _gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
+        """Return the whole batch as one run."""
+        return [((0, self._layout.num_samples), (self._layout.message,))] if len(rows) else []
+
+    def add(self, _run: Run, contents: Sequence[Content]) -> None:
+        """Replace `batch` by the one that was read. Raise CorruptDataError if the bytes do not match the digest."""
+        (content,) = contents
+        if xxh3_128_digest(content) != self._layout.digest:
+            raise CorruptDataError(f"{self._name}: the bytes read are corrupt; {_ADVICE}")
+        try:
+            self.batch = _read_message(pa.py_buffer(content), self.batch.schema, self._layout.num_samples)
+        except ValueError as error:
+            raise CorruptDataError(f"{self._name} is not a valid record batch: {error}") from error
+
+
+PartialBatch = FramedBatch | WholeBatch
+
+
+def _min_bits(data_type: pa.DataType) -> int:
+    """Return the minimum number of bits that a value of this type takes in a record batch."""
+    if pa.types.is_fixed_size_list(data_type):
+        return int(data_type.list_size) * _min_bits(data_type.value_type)
+    if pa.types.is_struct(data_type):
+        return sum(_min_bits(field.type) for field in data_type)
+    if pa.types.is_primitive(data_type) or pa.types.is_fixed_size_binary(data_type):
+        return int(data_type.bit_width)
+    return _OFFSET_BITS
+
+
+def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:
+    """Return the fewest runs of samples that cover `rows` and contain no gap of more than `gap_bytes`.
+
+    `starts` and `stops` are the bounds of each sample's bytes, `int64[num_samples]`. `rows` ascend and are distinct.
+    """
+    if not len(rows):
+        return []
+    gaps = starts[rows[1:]] - stops[rows[:-1]]
+    runs = np.split(rows, np.flatnonzero(gaps > gap_bytes) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+
+def reserve_memory(size_bytes: int) -> mmap.mmap:
+    """Return memory of the size of a shard's file. Only the pages that are written to take space.
+
+    Raises:
+        CorruptDataError: no process has so much memory, so the size in the shard table is wrong.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise CorruptDataError(
+            f"a shard has {size_bytes} bytes in its table; they cannot be mapped: {error}"
+        ) from error
+    # Without this advice, the kernel may allocate a huge page of 2 MiB for a sample of 100 KiB.
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
+
+
+def _place_frame(layout: BatchLayout, memory: mmap.mmap) -> pa.Buffer:
+    """Copy the frame to its position in `memory`; return the message, with the ranges of blobs still zero."""
+    assert layout.frame is not None
+    start, frame = layout.message.offset, memoryview(layout.frame)
+    stop = start + layout.message.length
+    if stop > len(memory) or len(frame) + sum(span.length for span in layout.blobs) != layout.message.length:
+        raise ValueError("its record batch does not fit into the shard")
+    check_ranges([span for span in layout.blobs if span.length], layout.message.length)
+    position = 0
+    # The frame has no bytes of blobs: its first part goes before the blobs of the first column, the next part between
+    # those of the first and the second column, and so on.
+    for span in sorted(layout.blobs, key=lambda span: span.offset):
+        if span.length:
+            memory[start + position : start + span.offset] = frame[: span.offset - position]
+            frame = frame[span.offset - position :]
+            position = span.offset + span.length
+    memory[start + position : stop] = frame
+    return pa.py_buffer(memoryview(memory)[start:stop])
+
+
+def _address_of(memory: memoryview) -> int:
+    return int(pa.py_buffer(memory).address)
+
+
+def _read_message(message: pa.Buffer, schema: pa.Schema, num_samples: int) -> pa.RecordBatch:
+    """Return the record batch of a message as a view. Raise ValueError if it is not one."""
+    try:
+        (parsed,) = checked_messages(message)
+        batch = read_batch(parsed, schema)
+    except PARSE_ERRORS as error:
+        raise ValueError(f"Arrow cannot read it: {error}") from error
+    if batch.num_rows != num_samples:
+        raise ValueError(f"it has {count_text(batch.num_rows, 'sample')}; expected {num_samples}")
+    return batch

@@ -22,7 +22,7 @@ from datasvc.repository.objects.objects import digest_of_file
 from datasvc.shards.format.digests import joined_bytes, value_offsets
 from datasvc.shards.format.ipc_reader import IpcReader, column_to_numpy
 from datasvc.shards.format.mapped_file import Bytes, MappedFile
-from datasvc.shards.format.schema import check_shard_schema, is_blob
+from datasvc.shards.format.schema import check_shard_schema, is_blob, redacted_rows
 
 BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # content, starts and stops, see `blob_part`
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
@@ -40,6 +40,8 @@ class Shard:
         ConfigError: the shard has a newer format than this datasvc reads.
         CorruptDataError: the shard has no column of keys, or a record batch is corrupt.
     """
+
+    is_partial = False  # whether some of its samples may not be readable yet
 
     def __init__(self, schema: pa.Schema, batches: Iterable[pa.RecordBatch], name: str) -> None:
         check_shard_schema(schema, name)
@@ -82,6 +84,11 @@ class Shard:
             UnavailableError: the disk cannot be read.
         """
         return view if self._file is None else self._file.read(view, buffer[: len(view)])
+
+    @cached_property
+    def redacted(self) -> npt.NDArray[np.int64]:
+        """Rows of samples that were purged, `int64[n]`, ascending: they have empty values, and loaders mask them."""
+        return redacted_rows(self.schema, self.num_samples, self.name)
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:

@@ -18,6 +18,8 @@ _METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 _KIND: Final = b"datasvc.kind"  # in the metadata of a source's column; the value `image` means encoded images
 _PREFIX: Final = b"datasvc."
+REDACTED: Final = b"datasvc.redacted"
+"""Metadata of a shard with purged samples: a bitmap of its rows, lowest bit first, as hexadecimal digits."""
 _MAX_DIGITS: Final = 10  # a format number has fewer digits; a longer one is damage
 
 
@@ -77,6 +79,27 @@ def shard_schema(fields: list[pa.Field], metadata: Mapping[bytes, bytes] | None 
         raise ConfigError(f"a shard needs a column {KEY!r} of strings, unique in its split; got the columns {names}")
     # The format number comes last, so that `metadata` does not override it.
     return pa.schema(fields, metadata={**(metadata or {}), **_METADATA})
+
+
+def with_redacted(schema: pa.Schema, flags: npt.NDArray[np.bool_]) -> pa.Schema:
+    """Return a shard's schema that marks rows as redacted, and no others; `flags` is `bool[num_samples]`."""
+    others = {name: value for name, value in (schema.metadata or {}).items() if name != REDACTED}
+    bitmap = {REDACTED: np.packbits(flags, bitorder="little").tobytes().hex().encode()} if flags.any() else {}
+    return schema.with_metadata({**others, **bitmap})
+
+
+def redacted_rows(schema: pa.Schema, num_samples: int, name: str) -> npt.NDArray[np.int64]:
+    """Return the rows of a shard that were purged: `int64[n]`, ascending. Raise CorruptDataError: no valid bitmap."""
+    stored = (schema.metadata or {}).get(REDACTED)
+    if stored is None:
+        return np.empty(0, np.int64)
+    try:
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(stored.decode()), np.uint8), bitorder="little")
+    except ValueError as error:
+        raise CorruptDataError(f"{name} has no valid bitmap of redacted rows: {error}") from error
+    if not num_samples <= len(bits) < num_samples + 8 or bits[num_samples:].any():
+        raise CorruptDataError(f"{name} has a bitmap of redacted rows that does not match its {num_samples} samples")
+    return np.flatnonzero(bits).astype(np.int64)
 
 
 def measured_columns(schema: pa.Schema) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,9 +17,12 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.keyed_random import Integers
+from datasvc.order import OrderConfig
 from datasvc.printable import count_text
 from datasvc.repository import Digest, ObjectInfo, Objects
+from datasvc.repository.logs.redactions import Redaction, Redactions, redaction_log
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.shards.format.epoch_grid import EpochGrid
 from datasvc.shards.format.ipc_reader import (
     PARSE_ERRORS,
     check_columns,
@@ -28,12 +31,14 @@ from datasvc.shards.format.ipc_reader import (
     encode_table,
     read_table,
 )
+from datasvc.shards.format.overlays import OverlayGroup, Overlays, ShardOverlay
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_columns
 from datasvc.shards.format.writer import ShardStatistics
 
-TABLE_FORMAT = 2
+TABLE_FORMAT = 3
+_PLAIN_FORMAT = 2  # of a table without weights and overlays, which earlier releases read
 _COLUMNS = pa.schema(
     [
         pa.field("digest", pa.binary(32), nullable=False),
@@ -46,6 +51,8 @@ _COLUMNS = pa.schema(
         pa.field("deleted", pa.int64(), nullable=False),
     ]
 )
+_OVERLAY = pa.field("overlay", pa.int64())  # a further column of tables with overlays
+_WEIGHT = pa.field("weight", pa.int64(), nullable=False)  # a further column of tables with weights
 _METADATA_KEY = b"datasvc.table"
 # A table with more different labels has no label counts. Such labels are arbitrary integers, and their counts would
 # take much space.
@@ -72,6 +79,46 @@ class TableRow:
 
 
 @dataclass(frozen=True)
+class WeightPack:
+    """The object that has the weights of the samples of some consecutive shards, see `versions.weights`.
+
+    Attributes:
+        first_shard: number of its first shard; its last one is before the first shard of the next pack.
+        digest: digest of the object.
+    """
+
+    first_shard: int
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class ViewOrigin:
+    """Where the samples of a view come from; see `datasvc.shards.views`.
+
+    Attributes:
+        table: digest of the shard table of the split of a version.
+        dataset: the version, such as "pets@3".
+        split: name of the split.
+        steps: how the samples were chosen, in order, such as "label != 'cat'" and "take(0.1, seed=0)".
+    """
+
+    table: Digest
+    dataset: str
+    split: str
+    steps: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(self.steps)
+
+    @classmethod
+    def from_dict(cls, origin: Mapping[str, Any]) -> ViewOrigin:
+        """Return the origin from its JSON values. Raise KeyError, TypeError, ValueError: they are not valid."""
+        dataset, split = (_checked(origin[name], str) for name in ("dataset", "split"))
+        steps = tuple(_checked(step, str) for step in origin["steps"])
+        return cls(parse_digest(origin["table"]), dataset, split, steps)
+
+
+@dataclass(frozen=True)
 class ShardTable:
     """The shards of one split, in table order.
 
@@ -83,6 +130,11 @@ class ShardTable:
             because there are more than `MAX_CLASSES` labels.
         image_kinds: number of images by format, deleted ones included.
         deletions: digest of the deletions object; None if no sample is deleted.
+        view: origin of the table of a view; None for the table of a version.
+        weights: packs of the weights of the live samples; () for a table without weights.
+        redacted: redaction of each shard with purged samples, by its digest: from the log (`with_redactions`), or of
+            a shard that was written again.
+        overlays: values that replace those of the shards. If there are any, `rows` has the column `overlay`.
     """
 
     rows: pa.Table
@@ -91,6 +143,22 @@ class ShardTable:
     label_counts: Mapping[int, int] = field(default_factory=dict)
     image_kinds: Mapping[str, int] = field(default_factory=dict)
     deletions: Digest | None = None
+    view: ViewOrigin | None = None
+    weights: tuple[WeightPack, ...] = ()
+    redacted: Mapping[Digest, Redaction] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, objects: Objects, digest: Digest) -> ShardTable:
+        """Return a stored table with the redactions of its repository: all readers of samples open tables by this.
+
+        Raises:
+            CorruptDataError, ConfigError: see `decode`, and `RedactionLog.read`.
+            NotFoundError, UnavailableError: see `Objects.read`.
+        """
+        table = cls.decode(objects.read(digest), objects.location(digest))
+        return table.with_redactions(redaction_log(objects).read())
+
+    overlays: Overlays = field(default_factory=Overlays)
 
     @classmethod
     def build(cls, rows: Sequence[TableRow], sample_schema: pa.Schema, classes: Sequence[str] = ()) -> ShardTable:
@@ -118,13 +186,22 @@ class ShardTable:
     def encode(self) -> bytes:
         """Return the table as an Arrow IPC file; equal tables give equal bytes."""
         described: dict[str, Any] = {
-            "format": TABLE_FORMAT,
+            # Earlier releases read a view without weights, and refuse one with weights.
+            "format": TABLE_FORMAT if self.weights or self.overlays.groups else _PLAIN_FORMAT,
             "classes": list(self.classes),
             "columns": {column.name: str(column.type) for column in self.sample_schema},
             "label_counts": {str(label): count for label, count in self.label_counts.items()},
             "image_kinds": dict(self.image_kinds),
             "deletions": self.deletions,
         }
+        if self.view is not None:
+            described["view"] = {**asdict(self.view), "steps": list(self.view.steps)}
+        if self.weights:
+            described["weights"] = [[pack.first_shard, pack.digest] for pack in self.weights]
+        if in_table := [each.to_json() for each in self.redacted.values() if each.in_table]:
+            described["redacted"] = in_table
+        if self.overlays.groups:
+            described["overlays"] = [group.to_json() for group in self.overlays.groups]
         metadata = {
             _METADATA_KEY: json.dumps(described, sort_keys=True, ensure_ascii=False).encode(),
             b"datasvc.sample_schema": self.sample_schema.serialize().to_pybytes(),
@@ -150,16 +227,26 @@ class ShardTable:
             raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
         if format_number > TABLE_FORMAT:
             raise ConfigError(
-                f"{name} has shard table format {format_number}; this datasvc reads up to {TABLE_FORMAT}: upgrade "
-                "datasvc"
+                f"{name} has shard table format {format_number}; this datasvc reads up to {TABLE_FORMAT}: "
+                "upgrade datasvc"
             )
         try:
             # Tables of format 1 lack two columns, which `_upgraded` adds, and fields of the metadata, which are
             # therefore read with `get`.
             rows = rows if format_number > 1 else _upgraded(rows)
-            check_columns(rows, _COLUMNS, f"{name} is not a shard table")
+            overlays = Overlays(tuple(map(OverlayGroup.of_json, described.get("overlays", ()))))
+            is_weighted = "weights" in described or (format_number > _PLAIN_FORMAT and not overlays.groups)
+            further = [*([_OVERLAY] if overlays.groups else []), *([_WEIGHT] if is_weighted else [])]
+            check_columns(rows, pa.schema([*_COLUMNS, *further]), f"{name} is not a shard table")
             _check_rows(rows)
-            deletions = described.get("deletions")
+            weights = tuple(
+                WeightPack(_checked(first, int), parse_digest(digest))
+                for first, digest in described.get("weights", [])
+            )
+            if is_weighted and (not weights or weights[0].first_shard != 0):
+                raise ValueError("the weights of the first shard are missing")  # noqa: TRY301
+            deletions, view = described.get("deletions"), described.get("view")
+            redacted = [replace(Redaction.from_json(each), in_table=True) for each in described.get("redacted", ())]
             return cls(
                 rows,
                 schema,
@@ -167,6 +254,10 @@ class ShardTable:
                 {int(label): _checked(count, int) for label, count in described.get("label_counts", {}).items()},
                 {kind: _checked(count, int) for kind, count in described.get("image_kinds", {}).items()},
                 parse_digest(deletions) if deletions is not None else None,
+                ViewOrigin.from_dict(view) if view is not None else None,
+                weights,
+                {each.shard.digest: each for each in redacted},
+                overlays=overlays,
             )
         except (pa.ArrowException, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
@@ -190,6 +281,31 @@ class ShardTable:
     def deleted_per_shard(self) -> Integers:
         """Number of deleted samples of each shard: `int64[num_shards]`."""
         return self._integers("deleted")
+
+    @property
+    def weight_per_shard(self) -> Integers:
+        """Sum of the weights of the live samples of each shard: `int64[num_shards]`; only with weights."""
+        return self._integers("weight")
+
+    def epoch_grid(self, config: OrderConfig, epoch: int) -> EpochGrid:
+        """Return the grid that says how often an epoch serves each sample; only with weights."""
+        return EpochGrid.of_epoch(self.num_samples, int(self.weight_per_shard.sum()), config, epoch)
+
+    def epoch_counts(self, config: OrderConfig, epoch: int) -> Integers:
+        """Return how many samples an epoch serves of each shard: `int64[num_shards]`, for `AccessOrder`."""
+        if not self.weights:
+            return self.samples_per_shard
+        return self.epoch_grid(config, epoch).counts(0, self.weight_per_shard)
+
+    @property
+    def least_per_epoch(self) -> Integers:
+        """The smallest number of samples that an epoch serves of each shard, and at least 1: `int64[num_shards]`."""
+        if not self.weights:
+            return self.samples_per_shard
+        sums = self.weight_per_shard
+        # As floats: a rounding error of one sample is less than what the shards of a window vary by.
+        expected: Integers = (self.num_samples * (sums / sums.sum())).astype(np.int64)
+        return np.maximum(1, expected)
 
     @property
     def bytes_per_shard(self) -> Integers:
@@ -219,6 +335,10 @@ class ShardTable:
         """Return all shards in table order."""
         digests, sizes = self.rows.column("digest").to_pylist(), self.rows.column("bytes").to_pylist()
         return [ObjectInfo(Digest(digest.hex()), size) for digest, size in zip(digests, sizes, strict=True)]
+
+    def cached_objects(self) -> list[ObjectInfo]:
+        """Return what the cache of a node holds of the split: its shards, and the objects of their overlays."""
+        return [*self.shards(), *self.overlays.value_objects().values()]
 
     def check_shard(self, number: int, shard: Shard) -> Shard:
         """Return an opened shard if its columns, image sizes and number of samples are those that this table lists.
@@ -258,24 +378,77 @@ class ShardTable:
         index = self.rows.column("index")[number].as_py()
         return Digest(index.hex()) if index is not None else None
 
+    @property
+    def overlay_numbers(self) -> Integers:
+        """Number of each shard in the overlays: `int64[num_shards]`, -1 for a shard without overlay; a copy."""
+        if _OVERLAY.name not in self.rows.schema.names:
+            return np.full(self.num_shards, -1, np.int64)
+        return np.array(column_to_numpy(self.rows.column(_OVERLAY.name).fill_null(-1)), np.int64)
+
+    def with_overlays(self, numbers: Integers, overlays: Overlays) -> ShardTable:
+        """Return the table with other overlays; `numbers` as in `overlay_numbers`."""
+        rows = self.rows.select([name for name in self.rows.schema.names if name != _OVERLAY.name])
+        if overlays.groups:
+            array = pa.array(numbers, pa.int64(), mask=numbers < 0)
+            rows = rows.add_column(len(_COLUMNS), _OVERLAY, array)  # before the weights
+        return replace(self, rows=rows, overlays=overlays)
+
+    def overlay(self, objects: Objects, number: int) -> ShardOverlay | None:
+        """Return the overlay of a shard; None if it has none."""
+        place = self.rows.column(_OVERLAY.name)[number].as_py() if self.overlays.groups else None
+        return None if place is None else self.overlays.shard(objects, place)
+
     def objects(self) -> set[Digest]:
-        """Return the digests of all objects that the table refers to: shards, sample indexes, deletions."""
+        """Return the digests of all objects of the table: shards, sample indexes, deletions, weights, overlays."""
         values = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
         digests = {Digest(value.hex()) for value in values if value is not None}
-        return digests | ({self.deletions} if self.deletions is not None else set())
+        others = {each.digest for each in self.weights} | {each.digest for each in self.overlays.objects()}
+        return digests | others | ({self.deletions} if self.deletions is not None else set())
+
+    def with_redactions(self, redactions: Redactions) -> ShardTable:
+        """Return the table with the new objects in place of those that were replaced; rows stay."""
+        table = replace(self, overlays=self.overlays.replaced(redactions.by_overlay))
+        if not (known := [bytes.fromhex(each) for each in {*redactions.by_shard, *redactions.redacted}]):
+            return table
+        import pyarrow.compute as pc
+
+        digests = self.rows.column("digest")
+        is_known = pc.is_in(digests, value_set=pa.array(known, digests.type)).to_numpy()
+        columns = {name: self.rows.column(name).to_pylist() for name in ("digest", "bytes", "index")}
+        redacted = dict(self.redacted)
+        for number in np.flatnonzero(is_known).tolist():
+            shard = self.shard(number).digest
+            each = redactions.by_shard.get(shard) or redactions.redacted[shard]
+            redacted.pop(shard, None)
+            if (own := self.redacted.get(shard)) is not None:
+                each = replace(each, payloads={**each.payloads, **own.payloads}, in_table=True)
+            redacted[each.shard.digest] = each
+            columns["digest"][number] = bytes.fromhex(each.shard.digest)
+            columns["bytes"][number], columns["index"][number] = each.shard.size_bytes, bytes.fromhex(each.index)
+        table = replace(table, redacted=redacted)
+        for name, values in columns.items() if is_known.any() else ():
+            table = table.with_column(name, values)
+        return table
+
+    def redacted_rows(self, number: int) -> Integers:
+        """Return the rows of a shard that were purged: `int64[n]`, ascending."""
+        redaction = self.redacted.get(self.shard(number).digest) if self.redacted else None
+        return np.array(sorted(redaction.payloads) if redaction else (), np.int64)
 
     def with_column(self, name: str, values: Sequence[Any] | Integers) -> ShardTable:
-        """Return the table with one column of its rows replaced; `values` has one value per shard."""
-        column = _COLUMNS.field(name)
+        """Return the table with one column of its rows replaced or added; `values` has one value per shard."""
+        column = _WEIGHT if name == _WEIGHT.name else _COLUMNS.field(name)
         number = self.rows.schema.get_field_index(name)
-        return replace(self, rows=self.rows.set_column(number, column, pa.array(values, column.type)))
+        array = pa.array(values, column.type)
+        rows = self.rows.append_column(column, array) if number < 0 else self.rows.set_column(number, column, array)
+        return replace(self, rows=rows)
 
     def _integers(self, column: str) -> Integers:
         return np.asarray(column_to_numpy(self.rows.column(column)), np.int64)
 
 
-def read_index(objects: Objects, table: ShardTable, number: int) -> SampleIndex | None:
-    """Return the sample index of a shard; None if it has none.
+def read_stored_index(objects: Objects, table: ShardTable, number: int) -> SampleIndex | None:
+    """Return the sample index of a shard as it is stored, without overlay; None if it has none.
 
     Raises:
         CorruptDataError: the index is corrupt, or lists another number of samples than the table.
@@ -302,7 +475,8 @@ def _upgraded(rows: pa.Table) -> pa.Table:
 
 def _check_rows(rows: pa.Table) -> None:
     """Raise ValueError if a count or a size is out of range."""
-    columns = {name: column_to_numpy(rows.column(name)) for name in ("samples", "bytes", "deleted")}
+    names = ("samples", "bytes", "deleted", *(["weight"] if "weight" in rows.schema.names else []))
+    columns = {name: column_to_numpy(rows.column(name)) for name in names}
     for name, values in columns.items():
         # Sum them as floats, because the int64 sum of hostile values may overflow.
         if values.min(initial=0) < 0 or values.sum(dtype=np.float64) > _MAX_TOTAL:

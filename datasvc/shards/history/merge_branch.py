@@ -90,7 +90,8 @@ def merge_branch(
 
     It is a three-way merge by split and sample key: a sample that only one side has added, changed or deleted is
     taken from this side. No shard is copied, unless labels change. If the line has `ref` among its ancestors, nothing
-    is committed. If another writer commits to the line first, the merge is made again with this commit.
+    is committed, unless `base` is given and there are changes. If another writer commits to the line first, the merge
+    is made again with this commit.
 
     Args:
         repository: the repository that stores the data set.
@@ -99,7 +100,8 @@ def merge_branch(
         on_conflict: rule for keys that both sides changed, with different results.
         ours: keys in conflict for which `on_conflict` is "ours".
         theirs: keys in conflict for which it is "theirs".
-        base: version relative to which changes are computed, instead of the newest common ancestors.
+        base: version relative to which changes are computed, instead of the newest common ancestors; with it, changes
+            that were merged before and reverted are merged again.
         on_split_overlap: rule for samples that two splits share because of the merge, by key or by equal blobs.
         dry_run: only return the changes and conflicts, and commit nothing.
         message: text stored with the version.
@@ -195,10 +197,11 @@ class _BranchMergeBuild:
             )
         self.ours, self.plan, self.overlaps, self.label_conflicts = ours, MergePlan({}, ()), (), ()
         self.bases = find_common_ancestors(self.repository, ours, self.theirs)
-        if self.theirs in self.bases:
-            raise _NothingToMergeError
+        has_theirs = self.theirs in self.bases
         if self.given_base is not None:
             self.bases = [self.given_base]
+        elif has_theirs:
+            raise _NothingToMergeError
         if not self.bases:
             raise ConfigError(
                 f"{ours} and {self.theirs} have no common ancestor in this repository, so it is not known which side "
@@ -207,6 +210,9 @@ class _BranchMergeBuild:
         versions = [read_version(self.repository, version) for version in (ours, self.theirs, *self.bases)]
         splits = [dict(version) for version in versions]
         self.plan = plan_three_way(self.repository.objects, splits[0], splits[1], splits[2:], self.sides)
+        if has_theirs and not self.plan.conflicts and not any(map(self.plan.count, _KINDS)):
+            self.bases = [self.theirs]
+            raise _NothingToMergeError
         return versions[0], versions[1]
 
     def __call__(self, parent: Resolved | None) -> Mapping[str, Any]:

@@ -156,6 +156,9 @@ def _finish(repository: Repository, name: str, new_name: str, entry: Entry) -> N
             log = Log(repository.storage, f"datasets/{name}/{path}")
             _copy_moves(repository, name, new_name, path, log.head(), entry.number)
         _copy_versions(repository, name, new_name, entry.number)
+    for view, kept in list_logs(repository.storage, f"datasets/{name}/views").items():
+        for number in kept:
+            _copy_entry(repository, name, new_name, f"views/{view}/{number:08d}.json")
     for tag in filter(is_name, list_logs(repository.storage, f"datasets/{name}/tags")):
         _end_moves(repository, name, new_name, f"tags/{tag}", entry.number)
     for path in _branch_paths(repository, name):

@@ -20,11 +20,12 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.references import refuse_text
 from datasvc.repository.repair import Repair, repair_objects
-from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.overlaid_shard import open_table_shard
+from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.salvage import readable_batches, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import LABEL
-from datasvc.shards.format.shard_table import ShardTable, read_index
+from datasvc.shards.format.schema import LABEL, with_redacted
+from datasvc.shards.format.shard_table import ShardTable, read_stored_index
 from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
 from datasvc.shards.versions.combine import write_shard
 from datasvc.shards.versions.dataset import open_dataset
@@ -172,6 +173,7 @@ class _Salvage:
         """Read all shards; unless it is a dry run, store the intact live samples of damaged ones as new shards."""
         deletions = load_deletions(self.objects, self.table)
         stored, num_live = self.table.stored_per_shard.tolist(), self.table.num_samples
+        overlays = self.table.overlay_numbers
         infos: list[ObjectInfo] = []
         indexes: list[Digest | None] = []
         is_damaged, num_kept = False, 0
@@ -185,11 +187,15 @@ class _Salvage:
                 num_kept += int(live.sum())
             else:
                 is_damaged = True
+                overlays[number] = -1  # the new shard has the values of the overlay
                 self._flags.pop(number, None)
                 stored[number] = sum(batch.num_rows for batch in batches)
                 num_kept += stored[number]
                 if stored[number] and not self.dry_run:
-                    info, index = write_shard(self.objects, batches[0].schema, batches)
+                    # The new shard has no purged samples, and thus no bitmap of them.
+                    schema = with_redacted(batches[0].schema, np.zeros(stored[number], np.bool_))
+                    batches = [batch.replace_schema_metadata(schema.metadata) for batch in batches]
+                    info, index = write_shard(self.objects, schema, batches)
                 elif not stored[number]:
                     # Count it as a shard of one sample, which is deleted: `with_deletions` leaves out such a shard.
                     stored[number] = 1
@@ -204,19 +210,24 @@ class _Salvage:
         table = self.table.with_column("digest", [bytes.fromhex(info.digest) for info in infos])
         table = table.with_column("bytes", [info.size_bytes for info in infos])
         table = table.with_column("index", [bytes.fromhex(index) if index else None for index in indexes])
-        table = table.with_column("samples", stored)
+        table = table.with_column("samples", stored).with_overlays(overlays, self.table.overlays)
         labels = dict(sorted(self._labels.items())) if self.table.label_counts else {}
         salvaged = with_deletions(self.objects, replace(table, label_counts=labels), self._flags)
         return _Salvaged(salvaged, num_live - num_kept)
 
     def _intact(self, number: int, live: Flags) -> list[pa.RecordBatch] | None:
-        """Return the intact live samples of a damaged shard; None if the shard and its index are good."""
+        """Return the intact live samples of a damaged shard; None if the shard and its index are good.
+
+        Purged samples are left out.
+        """
+        live = live.copy()
+        live[self.table.redacted_rows(number)] = False
         index: SampleIndex | None = None
         with suppress(NotFoundError, CorruptDataError):
-            index = read_index(self.objects, self.table, number)
+            index = read_stored_index(self.objects, self.table, number)
         is_index_good = (index is None) == (self.table.index(number) is None)  # good, or there is none
         try:
-            shard = self.table.check_shard(number, open_shard(self.objects, self.table.shard(number)))
+            shard = open_table_shard(self.objects, self.table, number)
             shard.check_texts()
         except NotFoundError:
             return []
@@ -232,16 +243,24 @@ class _Salvage:
         if index is None:
             return []  # nothing shows which of the samples that still parse are intact
         columns = (index.table.column(name).to_pylist() for name in index.table.schema.names)
-        wanted = {identity for identity, is_live in zip(zip(*columns, strict=True), live, strict=True) if is_live}
+        listed = enumerate(zip(zip(*columns, strict=True), live, strict=True))
+        wanted = {identity: row for row, (identity, is_live) in listed if is_live}
+        overlay, split = self.table.overlay(self.objects, number), self.table.sample_schema
         batches = []
         for batch in readable_batches(read_unverified(self.objects, self.table.shard(number))):
             try:
                 found = sample_identities(batch, index)
-                rows = [row for row, identities in enumerate(found) if not wanted.isdisjoint(identities)]
+                kept = {
+                    row: wanted[each] for row, identities in enumerate(found) for each in identities if each in wanted
+                }
             except (CorruptDataError, pa.ArrowException, ValueError, LookupError, ArithmeticError):
                 continue
-            if rows:
-                batches.append(batch.take(pa.array(rows)))
+            if kept:
+                intact = batch.take(pa.array(list(kept)))
+                if overlay is not None:
+                    rows = np.array(list(kept.values()), np.int64)
+                    intact = overlay.apply(intact, rows, overlay.fields(batch.schema, split))
+                batches.append(intact)
         self._count_labels(batches)
         return batches
 

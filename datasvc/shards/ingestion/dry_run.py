@@ -21,12 +21,7 @@ from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.images.header import Reencoding, check_and_reencode
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.ingestion.build_streamed import check_batch
-from datasvc.shards.ingestion.ingest import (
-    AnySource,
-    count_workers,
-    find_newest,
-    open_any_source,
-)
+from datasvc.shards.ingestion.ingest import AnySource, count_workers, find_newest, open_any_source
 from datasvc.shards.ingestion.ingest_commit import changed_options, choose_build_options
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units

@@ -20,8 +20,9 @@ from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Digest, Objects
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.format.overlaid_shard import read_index
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.shard_table import ShardTable, read_index
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.source import BadSample, Source
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.keys import SampleRows, hash_values, take_keys

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, Unpack
 
 from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
 from datasvc.progress import Progress
-from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository import Entry, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.branching import find_branch
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.references import LineName, parse_line
@@ -38,12 +38,7 @@ from datasvc.shards.ingestion.duplicates import (
     store_quarantine,
 )
 from datasvc.shards.ingestion.executors import EngineName, lean_arrow, run_units
-from datasvc.shards.ingestion.ingest_commit import (
-    LEFT_OUT,
-    IngestCommit,
-    changed_options,
-    choose_build_options,
-)
+from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit, changed_options, choose_build_options
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units, relabel_unit
 from datasvc.shards.sources.choose import check_options, open_source
@@ -159,12 +154,7 @@ def ingest(repository: Repository, source: AnySource, name: str, **options: Unpa
             "--classes"
         )
     num_workers = count_workers(opened, settings.workers, settings.engine)
-    # An append keeps the labels of the newest version. With other labels, it would have to write the existing shards
-    # again. `stored_classes[i]` is the class that is stored with label i.
-    newest_classes: tuple[str, ...] = ()
-    if newest is not None and opened.classes:
-        newest_classes = max((split.classes for split in open_dataset(repository, str(newest)).values()), key=len)
-    stored_classes = combine_classes(newest_classes, [opened.classes])
+    stored_classes = _choose_classes(repository, newest, opened.classes)
     settings.progress.begin(opened.size_bytes)
     plan = _make_plan(repository, name, opened, build_options, stored_classes)
     with ExitStack() as cleanup:
@@ -194,9 +184,33 @@ def ingest(repository: Repository, source: AnySource, name: str, **options: Unpa
         committed = commit.run()
         with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind
             plan.journal.remove()
+    return _report(plan, accepted, commit, committed, newest=newest, num_resumed=num_resumed)
+
+
+def _choose_classes(repository: Repository, newest: Resolved | None, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the classes by stored label, for a source with these classes.
+
+    An append keeps the labels of the `newest` version, because otherwise it would write the existing shards again.
+    """
+    newest_classes: tuple[str, ...] = ()
+    if newest is not None and classes:
+        newest_classes = max((split.classes for split in open_dataset(repository, str(newest)).values()), key=len)
+    return combine_classes(newest_classes, [classes])
+
+
+def _report(
+    plan: _Plan,
+    accepted: _Accepted,
+    commit: IngestCommit,
+    committed: Entry,
+    *,
+    newest: Resolved | None,
+    num_resumed: int,
+) -> IngestReport:
+    """Return the report of a committed ingest; `newest` is the version that it continues, `committed` the new one."""
     splits = committed.content["splits"]
     return IngestReport(
-        version=Resolved("datasets", line.name, committed.number),
+        version=Resolved("datasets", commit.line.name, committed.number),
         num_samples={split: description["samples"] for split, description in splits.items()},
         num_shards={split: description["shards"] for split, description in splits.items()},
         size_bytes=sum(description["bytes"] for description in splits.values()),
@@ -206,8 +220,8 @@ def ingest(repository: Repository, source: AnySource, name: str, **options: Unpa
         duplicates=accepted.duplicates,
         overlaps=commit.overlaps,
         conflicts=list(dict.fromkeys([*commit.conflicts, *accepted.dropped_conflicts])),
-        changed_options=changed_options(repository, newest, metadata["source"]["options"]),
-        ignored=opened.ignored,
+        changed_options=changed_options(plan.repository, newest, commit.metadata["source"]["options"]),
+        ignored=Counter(commit.metadata["ignored"]),
         num_resumed=num_resumed,
         has_source_changed=plan.has_source_changed,
     )

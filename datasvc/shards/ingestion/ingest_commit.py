@@ -31,12 +31,7 @@ from datasvc.shards.versions.combine import append_splits, keep_splits
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.diff import find_partners
 from datasvc.shards.versions.label_conflicts import LabelConflict, describe_conflicts, find_label_conflicts
-from datasvc.shards.versions.split_overlap import (
-    ENTRY_FIELD,
-    Overlap,
-    accepted_counts,
-    settle_overlaps,
-)
+from datasvc.shards.versions.split_overlap import ENTRY_FIELD, Overlap, accepted_counts, settle_overlaps
 from datasvc.shards.versions.version_entry import (
     PLACE_KEYS,
     VAL_FRACTION,

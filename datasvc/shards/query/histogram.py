@@ -1,5 +1,7 @@
 """Histograms of a split: of a column, or of any SQL expression; numbers in bins, other values by frequency.
 
+`confusion` counts the pairs of two columns, such as labels before and after a correction, or of two annotators.
+
 Class counts come from the shard table: they are exact and cost nothing. For all else, a bounded number of shards is
 read, and the result says how many these are. Ingest distributes samples over shards at random, so some shards
 represent a split well; of data that were appended, each part has its share of them.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +21,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import json_value
 from datasvc.repository import Repository
+from datasvc.shards.format.overlaid_shard import read_values
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, is_text, measured_columns
 from datasvc.shards.query.query import choose_shards, open_query, open_sizes, quote_name, quote_text
 from datasvc.shards.query.sample_page import default_split
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.describe import count_classes
+from datasvc.shards.versions.labels import label_text, sort_pairs
 from datasvc.sql_sandbox import confined
 
 MAX_SHARDS: Final = 10  # that a histogram reads
@@ -312,3 +317,31 @@ def _range_text(start: float, stop: float, *, is_whole: bool) -> str:
 
 def _text(number: float) -> str:
     return str(int(number)) if number.is_integer() and abs(number) < _MAX_EXACT else repr(number)
+
+
+def confusion(repository: Repository, ref: str, a: str, b: str) -> dict[str, list[tuple[str, str, int]]]:
+    """Return how often each value of a column meets each value of another, by split: two labels, and the samples.
+
+    Labels of a column of integers are shown by class name if the split has class names. The pairs are sorted by
+    their number, the most frequent first.
+
+    Raises:
+        NotFoundError: there is no such version, or no split has both columns.
+        CorruptDataError, UnavailableError: see `read_values`.
+    """
+    result: dict[str, list[tuple[str, str, int]]] = {}
+    objects = repository.objects
+    for name, split in open_dataset(repository, ref).items():
+        if not {a, b} <= {*split.table.sample_schema.names}:
+            continue
+        counts: Counter[tuple[str, str]] = Counter()
+        live = split.table.samples_per_shard
+        for shard in range(split.table.num_shards):
+            rows = pa.array(split.stored_rows(shard, np.arange(live[shard])))
+            values = read_values(objects, split.table, shard, [a, b]).take(rows)
+            texts = ([label_text(each, split.classes) for each in column.to_pylist()] for column in values.columns)
+            counts.update(zip(*texts, strict=True))
+        result[name] = sort_pairs(counts)
+    if not result:
+        raise NotFoundError(f"no split of {ref} has both columns {a!r} and {b!r}")
+    return result

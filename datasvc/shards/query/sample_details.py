@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 
 from datasvc.repository import Digest, Repository
 from datasvc.shards.format.digests import DIGEST_BYTES
+from datasvc.shards.format.overlaid_shard import read_index
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.format.shard_table import ShardTable, read_index
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.query.query import choose_shards
 from datasvc.shards.query.sample_page import default_split, find_key, summary_to_json
 from datasvc.shards.query.sample_reader import NumberedSamples, SamplePlace, SampleSummary

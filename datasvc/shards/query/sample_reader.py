@@ -23,11 +23,12 @@ from datasvc.errors import NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Digest
+from datasvc.shards.format.overlaid_shard import OverlaidShard, overlaid, read_index
+from datasvc.shards.format.overlays import ShardOverlay
 from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.reader import Shard, python_values, text_errors
 from datasvc.shards.format.sample_index import BatchLayout, SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
-from datasvc.shards.format.shard_table import read_index
 from datasvc.shards.versions.dataset import Split
 
 # An open shard takes the memory of its sample index and of the blobs that were read; then it is opened again.
@@ -208,11 +209,12 @@ class _OpenShard:
         read_bytes: bytes of the blobs that were read; a partial shard keeps them.
     """
 
-    def __init__(self, split: Split, shard: Shard, index: SampleIndex | None) -> None:
+    def __init__(self, split: Split, shard: Shard, index: SampleIndex | None, overlay: ShardOverlay | None) -> None:
         self.read_bytes = 0
         self._split = split
         self._shard = shard
         self._index = index
+        self._overlay = overlay
         self._lock = threading.Lock()
 
     @property
@@ -228,7 +230,8 @@ class _OpenShard:
             shard: Shard = PartialShard(info, index, objects.location(info.digest))
         else:
             shard = split.origin.open_shard(info)
-        return cls(split, split.table.check_shard(number, shard), index)
+        overlaid(objects, split.table, number, shard)  # checks it
+        return cls(split, shard, index, split.table.overlay(objects, number))
 
     def values(self, rows: Integers) -> list[dict[str, Any]]:
         """Return samples by column, in the order of `rows`; a blob is represented by its size, None for null."""
@@ -263,9 +266,13 @@ class _OpenShard:
         return sample, payload
 
     def _column(self, field: pa.Field, rows: pa.Array) -> pa.Array | pa.ChunkedArray:
-        if field.name not in self._shard.schema.names:
+        # Made again at each use, because the values of a partial shard change when it is read.
+        shard = self._shard
+        if self._overlay is not None:
+            shard = OverlaidShard(shard, self._overlay, self._split.table.sample_schema)
+        if field.name not in shard.schema.names:
             return pa.nulls(len(rows), pa.int64() if is_blob(field.type) else field.type)
-        column = self._shard.column(field.name)
+        column = shard.column(field.name)
         # The offsets of blobs give their sizes. Their bytes may not be there, see `PartialShard`.
         return (pc.binary_length(column) if is_blob(field.type) else column).take(rows)
 

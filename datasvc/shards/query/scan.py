@@ -27,6 +27,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.overlays import ShardOverlay
 from datasvc.shards.format.schema import KEY, LABEL, is_blob
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Flags
@@ -83,10 +84,12 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         samples._starts = [0, *split.table.samples_per_shard.cumsum().tolist()]
         samples._name = f"{split.dataset}/{split.name}"
         samples._files = files
+        samples._stored_schema = split.table.sample_schema
         samples._shards = [info.digest for info in split.table.shards()]
         samples._num_stored = split.table.stored_per_shard.tolist()  # by shard number, deleted samples included
         samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()
         samples._deletions = split.deletions
+        samples._overlay = partial(split.table.overlay, split.repository.objects)
         samples._scans = []
         return samples
 
@@ -146,7 +149,16 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
             # A column is needed to count the samples, and the label for the class.
             names |= {LABEL} if CLASS in derived else set() if names else {KEY}
         stored = pa.schema([field for field in self.schema if field.name in names])
-        parts = _read_live(self._files, digest, deleted, stored, num_samples=num_samples, where=self._name)
+        parts = _read_live(
+            self._files,
+            digest,
+            deleted,
+            stored,
+            partial(self._overlay, number),
+            num_samples=num_samples,
+            where=self._name,
+            split=self._stored_schema,
+        )
         return self._derive(parts, self._starts[number], schema) if derived else parts
 
     def _derive(self, parts: ShardScan, first: int, schema: pa.Schema) -> ShardScan:
@@ -185,20 +197,29 @@ def _read_live(
     digest: Digest,
     deleted: Callable[[], Flags] | None,
     schema: pa.Schema,
+    read_overlay: Callable[[], ShardOverlay | None],
     *,
     num_samples: int,
     where: str,
+    split: pa.Schema,
 ) -> ShardScan:
     """Yield the live samples of a shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD` bytes."""
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0
     # Made only now: the flags take a byte per sample, eight times the memory of the stored bitmap.
     is_live = None if deleted is None else ~deleted()
-    for stored in _read_stored(files, digest, schema, num_samples, where):
-        batch = pa.record_batch([_column(stored, field) for field in schema], schema)
+    overlay = read_overlay()
+    names = schema.names if overlay is None else overlay.needed_names(schema.names)
+    for stored in _read_stored(files, digest, names, num_samples, where):
+        num_rows, shown = stored.num_rows, stored
+        if overlay is not None:
+            fields = [each for each in overlay.fields(stored.schema, split) if each.name in schema.names]
+            # Without any of the columns, there are the keys, to count the samples.
+            shown = overlay.apply(stored, np.arange(start, start + num_rows), fields) if fields else stored
+        batch = pa.record_batch([_column(shown, field) for field in schema], schema)
         if is_live is not None:
             batch = batch.filter(pa.array(is_live[start : start + batch.num_rows]))
-        start += stored.num_rows
+        start += num_rows
         part.append(batch)
         size_bytes += batch.nbytes
         if size_bytes >= _MAX_BYTES_AHEAD:
@@ -209,13 +230,13 @@ def _read_live(
 
 
 def _read_stored(
-    files: ObjectFiles, digest: Digest, schema: pa.Schema, num_samples: int, where: str
+    files: ObjectFiles, digest: Digest, names: Sequence[str], num_samples: int, where: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield a shard's record batches with its columns that are in `schema`. Raise what `ObjectFiles.open` raises."""
+    """Yield a shard's record batches with its columns of these names. Raise what `ObjectFiles.open` raises."""
     with files.open(digest) as file:
         try:
             # If the shard has none of the columns, read the keys, in order to count the samples.
-            reader = IpcReader(file, f"a shard of {where}", schema.names, otherwise=KEY)
+            reader = IpcReader(file, f"a shard of {where}", names, otherwise=KEY)
             num_read = 0
             for batch in reader.batches():
                 num_read += batch.num_rows

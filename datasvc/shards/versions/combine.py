@@ -17,7 +17,8 @@ from datasvc.errors import ConfigError, ConflictError
 from datasvc.printable import count_text
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards.format.digests import blob_views, digest_batch
-from datasvc.shards.format.reader import open_shard
+from datasvc.shards.format.overlaid_shard import OverlaidShard, open_table_shard
+from datasvc.shards.format.overlays import Overlays
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob
 from datasvc.shards.format.shard_table import ShardTable
@@ -250,6 +251,14 @@ def _rewrite_shards(
     written = [_rewrite_shard(objects, table, number, change) for number in range(table.num_shards)]
     changed = table.with_column("digest", [bytes.fromhex(info.digest) for info, _ in written])
     changed = changed.with_column("bytes", [info.size_bytes for info, _ in written])
+    # Shards with an overlay were all written again, with its values.
+    changed = changed.with_overlays(np.full(table.num_shards, -1), Overlays())
+    redacted = {
+        info.digest: each if info == old else replace(each, shard=info, index=index or each.index, in_table=True)
+        for (info, index), old in zip(written, table.shards(), strict=True)
+        if (each := table.redacted.get(old.digest)) is not None
+    }
+    changed = replace(changed, redacted=redacted)
     return changed.with_column("index", [bytes.fromhex(index) if index else None for _, index in written])
 
 
@@ -258,13 +267,22 @@ def _rewrite_shard(
 ) -> tuple[ObjectInfo, Digest | None]:
     """Return the shard and its sample index (None: it has none); if no batch changes, those that are stored."""
     info = table.shard(number)
-    shard = table.check_shard(number, open_shard(objects, info))
+    shard = open_table_shard(objects, table, number)
     shard.check_texts()
     stored = list(shard.batches)
     batches = [change(batch) for batch in stored]
-    if all(new is old for new, old in zip(batches, stored, strict=True)):
+    if not isinstance(shard, OverlaidShard) and all(new is old for new, old in zip(batches, stored, strict=True)):
         return info, table.index(number)
     return write_shard(objects, shard.schema, batches)
+
+
+def fold_overlays(objects: Objects, table: ShardTable) -> ShardTable:
+    """Return the split with the values of its overlays in shards, of which those with an overlay are stored again.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: a shard or an overlay cannot be read.
+    """
+    return _rewrite_shards(objects, table, lambda batch: batch)
 
 
 def write_shard(objects: Objects, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
@@ -323,14 +341,20 @@ def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTa
     for first_number, table in ((0, head), (head.num_shards, new)):
         deletions = load_deletions(objects, table)
         flags |= {first_number + shard: deletions.flags(shard) for shard in deletions.shards.tolist()}
-    return replace(
+    # The overlays of `new` are counted after those of `head`.
+    added = new.overlay_numbers
+    numbers = np.concatenate([head.overlay_numbers, np.where(added < 0, -1, added + head.overlays.num_shards)])
+    plain = [table.with_overlays(table.overlay_numbers, Overlays()) for table in (head, new)]
+    joined = replace(
         head,
         # The metadata describes the old tables; `ShardTable.encode` writes that of the result.
-        rows=pa.concat_tables([head.rows.replace_schema_metadata(), new.rows.replace_schema_metadata()]),
+        rows=pa.concat_tables([table.rows.replace_schema_metadata() for table in plain]),
         label_counts=_sum_counts(head, new, "label_counts", LABEL),
         image_kinds=_sum_counts(head, new, "image_kinds", IMAGE),
         deletions=objects.put(Deletions.build(flags).encode()).digest if flags else None,
+        redacted={**head.redacted, **new.redacted},
     )
+    return joined.with_overlays(numbers, Overlays((*head.overlays.groups, *new.overlays.groups)))
 
 
 def _sum_counts(head: ShardTable, new: ShardTable, counts: str, column: str) -> dict[Any, int]:

@@ -1,4 +1,4 @@
-"""Read access to a data-set version: its splits, single samples by number, and the interface of shard stores."""
+"""Read access to a data-set version: its splits, and single samples by number."""
 
 from __future__ import annotations
 
@@ -6,118 +6,37 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
+from datasvc.order import AccessOrder, OrderConfig
 from datasvc.printable import count_text
-from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage, parse_reference
+from datasvc.repository import Entry, Repository, Resolved, Storage, parse_reference
+from datasvc.repository.logs.references import split_selection
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import keep_valid
-from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.reader import Shard
+from datasvc.shards.format.shard_stores import OriginShards, open_listed_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.commit import ancestors_of, check_splits, newest_entries, renamed_to
 from datasvc.shards.lines.dataset_log import DatasetLog
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns
+from datasvc.shards.versions.weights import Weights, open_order
 from datasvc.shown import Shown, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# Number of shards that random access keeps open. An open shard of a remote repository is held in memory.
-_MAX_OPEN_SHARDS = 4
-
-
-@dataclass(frozen=True, eq=False)
-class ShardRequest:
-    """The samples of one shard that a reader needs next.
-
-    Attributes:
-        info: digest and size of the shard.
-        index: digest of its sample index; None for a shard without one.
-        rows: `int64[n]`, row numbers in the shard's file.
-    """
-
-    info: ObjectInfo
-    index: Digest | None
-    rows: Integers
-
-
-class ShardStore(Protocol):
-    """Interface through which readers open shards: the repository itself, or a node's cache in front of it."""
-
-    def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard, verified. The caller calls `release_shard` once it no longer needs it."""
-
-    def release_shard(self, info: ObjectInfo) -> None:
-        """Allow the store to drop its copy of a shard. Data that the caller still references stay readable."""
-
-    def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return shards that are not complete yet, but already have the requested samples; {} for none.
-
-        Only the requested samples of such a shard can be read. Do not call `release_shard` for it. A later call may
-        return the same shard complete.
-        """
-
-    def advance(self, epoch: int, position: int) -> None:
-        """Report that all samples before a position of an epoch were served, so that the store can plan fetches."""
-
-
-def open_listed_shard(store: ShardStore, table: ShardTable, number: int) -> Shard:
-    """Return a shard of a split, opened by `store`, after a check against the split's shard table.
-
-    Raises:
-        CorruptDataError: see `ShardTable.check_shard`; the shard is released.
-        CacheFullError, NotFoundError, UnavailableError: see `ShardStore.open_shard`.
-    """
-    info = table.shard(number)
-    shard = store.open_shard(info)
-    try:
-        return table.check_shard(number, shard)
-    except CorruptDataError:
-        store.release_shard(info)
-        raise
-
-
-class OriginShards:
-    """A `ShardStore` that reads straight from a repository: local shards are mapped, remote ones read into memory.
-
-    Each shard is checked against its digest when this process opens it for the first time.
-
-    Args:
-        repository: the repository that stores the shards.
-    """
-
-    def __init__(self, repository: Repository) -> None:
-        self._objects = repository.objects
-        self._verified: set[str] = set()  # digests of the shards that this process has checked
-
-    def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard. Raise CorruptDataError, NotFoundError, UnavailableError."""
-        path = self._objects.local_path(info.digest)
-        # Stored bytes never change, so a shard that this process has verified is mapped without another check.
-        if path is not None and info.digest in self._verified:
-            return Shard.map(path)
-        shard = open_shard(self._objects, info)
-        self._verified.add(info.digest)
-        return shard
-
-    def release_shard(self, info: ObjectInfo) -> None:
-        """Do nothing: the mapping ends with the last reference to the shard."""
-
-    def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
-        """Return {}: shards of a repository are always complete."""
-        return {}
-
-    def advance(self, epoch: int, position: int) -> None:
-        """Do nothing: no shard is fetched ahead."""
+_MAX_OPEN_SHARDS = 4  # of random access; an open shard of a remote repository is held in memory
 
 
 class Split(Shown):
@@ -144,7 +63,7 @@ class Split(Shown):
         return _unpickle_split, (self.name, self.dataset, self.repository.storage, self.digest)
 
     def __repr__(self) -> str:
-        return f"Split({self.dataset}/{self.name}, {count_text(len(self), 'sample')})"
+        return f"Split({self.title}, {count_text(len(self), 'sample')})"
 
     def __len__(self) -> int:
         return int(self._stops[-1]) if len(self._stops) else 0
@@ -168,12 +87,17 @@ class Split(Shown):
         live_number = number + len(self) if number < 0 else number
         if not 0 <= live_number < len(self):
             raise IndexError(f"sample {number} is outside 0..{len(self) - 1} of {self.dataset}/{self.name}")
-        shard = int(np.searchsorted(self._stops, live_number, side="right"))
-        start = int(self._stops[shard - 1]) if shard else 0
-        (stored_row,) = self.stored_rows(shard, np.array([live_number - start])).tolist()
+        shard, stored_row = self._locate(live_number)
         sample = self._open_shard(shard).sample(stored_row)
         values = {name: sample.get(name) for name in self.table.sample_schema.names}
         return Sample.of(values, self._image_columns, self.classes)
+
+    def is_purged(self, number: int) -> bool:
+        """Return whether live sample `number`, from 0, was purged: its values are empty. Raises as `stored_rows`."""
+        if not self.table.redacted:
+            return False
+        shard, row = self._locate(number)
+        return row in self.table.redacted_rows(shard)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[number] for number in range(len(self)))
@@ -205,8 +129,7 @@ class Split(Shown):
     @cached_property
     def table(self) -> ShardTable:
         """The table of the split's shards. Raises CorruptDataError, NotFoundError, UnavailableError."""
-        objects = self.repository.objects
-        return ShardTable.decode(objects.read(self.digest), objects.location(self.digest))
+        return ShardTable.read(self.repository.objects, self.digest)
 
     def stored_rows(self, shard: int, rows: Integers) -> Integers:
         """Return the row numbers of live samples in their shard's file, which has the deleted samples too.
@@ -229,6 +152,97 @@ class Split(Shown):
         """The deleted samples. Raises what `load_deletions` raises."""
         return load_deletions(self.repository.objects, self.table)
 
+    @cached_property
+    def weights(self) -> Weights | None:
+        """The weights of the samples; None if the split is not weighted."""
+        return Weights(self.repository.objects, self.table) if self.table.weights else None
+
+    def access_order(self, config: OrderConfig, epoch: int) -> AccessOrder:
+        """Return the access order of an epoch; its rows are rows of `stored_rows`."""
+        return open_order(self.table, self.weights, config, epoch)
+
+    @property
+    def title(self) -> str:
+        """Name for messages, such as "pets@3/train"; of a view, with what it selects."""
+        return f"{self.dataset}/{self.name}" + (f"[{self.view}]" if self.view else "")
+
+    @property
+    def view(self) -> str | None:
+        """How the samples of a view were chosen, such as "label <> 'cat'"; None for a split of a version."""
+        return str(self.table.view) if self.table.view else None
+
+    def where(self, condition: str) -> Split:
+        """Return the view of the samples that satisfy a condition, for instance `label != 'cat' and width >= 64`.
+
+        It is evaluated and stored now. `repo.dataset("pets@3[DIGEST]")` opens it by its digest, without evaluation.
+
+        Args:
+            condition: Boolean SQL expression over the columns, and `class`, the name of the label's class; a sample
+                for which it is null is left out. `label` may be compared with names of classes too.
+
+        Raises:
+            ConfigError: the condition is not valid, names a column or class that does not exist, or selects nothing;
+                or the repository is read-only.
+            MissingPackageError: DuckDB is not installed.
+            CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read, or the view not be stored.
+        """
+        view: Split = _views("choose").where(self, condition)
+        return view
+
+    def take(self, fraction: float, *, seed: int = 0) -> Split:
+        """Return the view of about a fraction of the samples, those with a small hash of key and seed.
+
+        A larger fraction has the samples of a smaller one, a later version those of this one. Raises as `where`.
+        """
+        view: Split = _views("choose").take(self, fraction, seed=seed)
+        return view
+
+    def split(self, *fractions: float, by: str | None = None, seed: int = 0) -> tuple[Split, ...]:
+        """Return disjoint views with about these fractions of the samples: `train, val = split.split(0.9, 0.1)`.
+
+        Args:
+            fractions: the fractions; if their sum is below 1, the other samples are in no view.
+            by: column whose groups of equal values stay together, such as "patient"; None: divide by key.
+            seed: which samples or groups are in which view; equal in every version and process.
+
+        Raises ConfigError: a sample has no value in `by`; or see `where`, with its other errors.
+        """
+        views: tuple[Split, ...] = _views("choose").divide(self, fractions, by=by, seed=seed)
+        return views
+
+    def weighted(
+        self,
+        column: str | None = None,
+        *,
+        weights: Sequence[float] | npt.NDArray[Any] | Mapping[str | int, float] | None = None,
+    ) -> Split:
+        """Return the view that serves each sample in proportion to its weight. An epoch is as long as before.
+
+        Of N samples with the total weight W, a sample of weight w is served N * w / W times in each epoch, rounded
+        down or up, and over many epochs in exact proportion; never if its weight is 0. Integers below 2**20 are kept;
+        other weights are stored with 20 bits, relative to the largest.
+
+        Args:
+            column: column of the weights. Give either this or `weights`.
+            weights: one weight per sample, as `split[number]` counts them, or the weight of each class, by name or
+                label.
+
+        Raises:
+            ConfigError: a weight is negative, NaN, infinite or missing, or all are 0; the split is weighted already;
+                or see `where`, with its other errors.
+        """
+        view: Split = _views("weigh").weighted(self, column, weights)
+        return view
+
+    def balanced(self, column: str = "label", strength: float = 1.0) -> Split:
+        """Return the view whose classes, the values of a column, are served more evenly.
+
+        A sample has the weight n**-strength, for n samples of its class: with 0, all is as it is; with 0.5, shares
+        are as the square roots of the sizes; with 1, they are equal. For numbers and errors, see `weighted`.
+        """
+        view: Split = _views("weigh").balanced(self, column, strength)
+        return view
+
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names; label i belongs to `classes[i]`. Empty for a split without class names."""
@@ -246,17 +260,29 @@ class Split(Shown):
     def _stops(self) -> Any:  # for each shard, the number of live samples in it and in all shards before it
         return np.cumsum(self.table.samples_per_shard)
 
+    def _locate(self, number: int) -> tuple[int, int]:
+        """Return the shard of a live sample, and its row in the shard's file."""
+        shard = int(np.searchsorted(self._stops, number, side="right"))
+        start = int(self._stops[shard - 1]) if shard else 0
+        (stored_row,) = self.stored_rows(shard, np.array([number - start])).tolist()
+        return shard, stored_row
+
     def _open_shard(self, number: int) -> Shard:
         """Return a shard of the table, from the few that stay open for random access."""
         with self._lock:
             if number in self._open:
                 self._open.move_to_end(number)
             else:
-                self._open[number] = open_listed_shard(self.origin, self.table, number)
+                self._open[number] = open_listed_shard(self.origin, self.repository.objects, self.table, number)
                 # The least recently used shard is dropped first.
                 while len(self._open) > _MAX_OPEN_SHARDS:
                     self._open.popitem(last=False)
             return self._open[number]
+
+
+def _views(module: Literal["choose", "reference", "weigh"]) -> Any:
+    # A static import would make a split depend on its views, which are splits.
+    return import_module(f"datasvc.shards.views.{module}")
 
 
 def _unpickle_split(name: str, dataset: str, storage: Storage, digest: str) -> Split:
@@ -266,13 +292,8 @@ def _unpickle_split(name: str, dataset: str, storage: Storage, digest: str) -> S
 class DatasetVersion(Shown, Mapping[str, Split]):
     """One version of a data set: a mapping from split names to splits.
 
-    Args:
-        repository: the repository that stores it.
-        resolved: name and number of the version.
-        entry: its log entry.
-
     Raises:
-        CorruptDataError: the entry has no valid list of splits.
+        CorruptDataError: the log entry has no valid list of splits.
     """
 
     def __init__(self, repository: Repository, resolved: Resolved, entry: Entry) -> None:
@@ -301,17 +322,32 @@ class DatasetVersion(Shown, Mapping[str, Split]):
         return len(self._splits)
 
     def __repr__(self) -> str:
-        return f"Dataset({self.resolved}, {dict(self._splits)})"
+        return f"Dataset({self.title}, {dict(self._splits)})"
+
+    @property
+    def title(self) -> str:
+        """Name for messages, such as "pets@3"; with the selection if it has views."""
+        return str(self.resolved)
 
 
 def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
-    """Return the version that `ref` currently resolves to.
+    """Return the version that `ref` refers to now; with a selection, views take the place of its splits.
+
+    Args:
+        repository: the repository that stores the version.
+        ref: the version, such as "pets@3" or "pets@3[SELECTION]". A selection is a condition, which each split must
+            satisfy when it is opened, see `Split.where`; or the name of a view, or digests of views with commas,
+            which take the place of their splits. A name without a version opens that of the named view.
 
     Raises:
-        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
+        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`; or there is no such view.
         CorruptDataError: the log entry of the version is corrupt.
     """
-    return read_version(repository, repository.resolve("datasets", ref))
+    reference, selection = split_selection(ref)
+    if selection is not None:
+        views: DatasetVersion = _views("reference").open_view(repository, reference, selection)
+        return views
+    return read_version(repository, repository.resolve("datasets", reference))
 
 
 def read_version(repository: Repository, resolved: Resolved) -> DatasetVersion:

@@ -1,14 +1,16 @@
 """Delete samples: commit the next version of a data set with new deletion bitmaps; shards are not changed.
 
-A SQL condition is evaluated by DuckDB on one shard at a time. It has no access to files or other tables.
+A SQL condition is evaluated by DuckDB on one shard at a time. It has no access to files or other tables, and may name
+a class where it compares a label.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +20,8 @@ from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects, Repository, Resolved
 from datasvc.repository.logs.references import refuse_text
-from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.overlaid_shard import open_table_shard
+from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.schema import LABEL, is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
@@ -28,6 +31,8 @@ from datasvc.shards.versions.keys import SplitKeys, first_keys
 from datasvc.shards.versions.labels import CLASS, class_of_labels, with_class
 from datasvc.shards.versions.version_entry import changed_entry
 from datasvc.sql_sandbox import connect, fetch, lock
+
+_COMPARISONS: Final = frozenset({"COMPARISON", "BETWEEN"})  # of DuckDB's syntax tree
 
 
 @dataclass(frozen=True)
@@ -210,27 +215,26 @@ class _DeleteBuild:
 
 
 class Condition:
-    """A boolean SQL expression over the columns of a split, such as `label = 3 and width < 100`.
+    """A boolean SQL expression over the columns of a split, such as `label = 'cat' and width < 100`.
 
     The expression is first tried without the blob columns, so that a selection by label copies no images. Only an
     expression that needs a blob, such as `octet_length(image) > 1000000`, is evaluated on all columns.
 
     Args:
-        expression: SQL over the column names; a sample for which it is null is not selected.
+        expression: SQL over the column names, see `parse_condition`; a sample for which it is null is not selected.
         schema: the columns of the split.
         classes: its class names, which the column `class` has.
 
     Raises:
-        ConfigError: the expression does not parse, uses a column that does not exist, or is not boolean.
+        ConfigError: the expression does not parse, uses a column or class that does not exist, or is not boolean.
     """
 
     def __init__(self, expression: str, schema: pa.Schema, classes: Sequence[str] = ()) -> None:
-        stored = schema.names
-        schema = with_class(schema, classes)
-        self._classes = pa.array(classes, pa.string()) if len(schema.names) > len(stored) else None
         self._expression = expression
-        # A new line before the bracket, because the expression may end in a comment.
-        self._filter = f"({expression}\n)"
+        self._filter = f"({parse_condition(expression, schema, classes, 'the data set').sql})"
+        num_stored = len(schema.names)
+        schema = with_class(schema, classes)
+        self._classes = pa.array(classes, pa.string()) if len(schema.names) > num_stored else None
         self._columns = schema.names
         if len({name.lower() for name in schema.names}) != len(schema.names):
             raise ConfigError(
@@ -254,17 +258,19 @@ class Condition:
     def find(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
         """Yield (shard number, ascending rows) of the live (not deleted) samples that satisfy the condition.
 
+        Purged samples are left out: their values are empty, such as the label 0.
+
         Raises:
             ConfigError: the evaluation fails for a sample, for instance a cast of text that is not a number.
             CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
         """
         live = SplitKeys(objects, table)
         for shard in range(table.num_shards):
-            rows = live.live_rows(shard)
-            opened = table.check_shard(shard, open_shard(objects, table.shard(shard)))
+            rows = live.present_rows(shard)
+            opened = open_table_shard(objects, table, shard)
             opened.check_texts()  # DuckDB expects UTF-8
             samples = self._samples(opened)
-            # Without deletions in the shard, no copy of its live samples is needed.
+            # Without deleted or purged samples in the shard, no copy of the others is needed.
             selected = self._evaluate(samples if len(rows) == samples.num_rows else samples.take(pa.array(rows)))
             if len(selected):
                 yield shard, rows[selected]
@@ -315,3 +321,108 @@ class Condition:
             raise ConfigError(
                 f"the condition {self._expression!r} cannot be evaluated: {reason}; the columns are {columns}"
             ) from error
+
+
+class ParsedCondition(NamedTuple):
+    """A parsed condition.
+
+    Attributes:
+        canonical: the condition as DuckDB writes it, so that spaces, comments and the case of keywords do not matter.
+        sql: the condition to evaluate: names of classes that are compared with `label` are replaced by labels.
+    """
+
+    canonical: str
+    sql: str
+
+
+def parse_condition(text: str, schema: pa.Schema, classes: Sequence[str], name: str) -> ParsedCondition:
+    """Parse a condition on the samples of a split.
+
+    Args:
+        text: a Boolean expression in DuckDB's dialect over the columns, and `class`, the name of the label's class. A
+            name of a class may also be compared with `label`: `label != 'cat'`.
+        schema: the columns of the split, without `class`.
+        classes: its class names.
+        name: its name, for messages.
+
+    Raises:
+        ConfigError: it cannot be parsed, has a query of its own, or names a class that does not exist.
+        MissingPackageError: DuckDB is not installed.
+    """
+    connection = connect()
+    lock(connection)
+
+    def parse(expression: str) -> dict[str, Any]:
+        # A new line before the bracket, because the expression may end in a comment.
+        query = "SELECT json_serialize_sql(?::VARCHAR)"
+        (serialized,) = connection.execute(query, [f"SELECT ({expression}\n)"]).fetchall()[0]
+        parsed: dict[str, Any] = json.loads(serialized)
+        if parsed["error"]:
+            raise ConfigError(f"the condition {text!r} cannot be parsed: {parsed['error_message']}")
+        return parsed
+
+    def written(tree: dict[str, Any]) -> str:
+        query = "SELECT json_deserialize_sql(?::JSON)"
+        (sql,) = connection.execute(query, [json.dumps(tree)]).fetchall()[0]
+        return str(sql).removeprefix("SELECT ")
+
+    with connection:
+        tree, plain = parse(text), parse("true")
+        # The text may close the bracket and go on with other parts of a query.
+        expressions = [_take_expression(each) for each in (tree, plain)]
+        if tree != plain or len(expressions[0]) != 1:
+            raise ConfigError(f"the condition {text!r} is not one expression; expected one, such as label = 3")
+        _put_expression(tree, expressions[0])
+        canonical = written(tree)
+        for node in _nodes(expressions[0]):
+            if node.get("class") == "SUBQUERY":
+                raise ConfigError(f"the condition {text!r} has a query of its own; expected one of the columns only")
+            _replace_classes(node, schema, classes, name)
+        return ParsedCondition(canonical, written(tree))
+
+
+def _take_expression(tree: dict[str, Any]) -> list[Any]:
+    """Return the expressions that a query selects, and take them out of the query."""
+    assert len(tree["statements"]) == 1, tree
+    expressions: list[Any] = tree["statements"][0]["node"].pop("select_list", [])
+    return expressions
+
+
+def _put_expression(tree: dict[str, Any], expressions: list[Any]) -> None:
+    tree["statements"][0]["node"]["select_list"] = expressions
+
+
+def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all nodes of a syntax tree."""
+    if isinstance(value, dict):
+        yield value
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _nodes(child)
+
+
+def _replace_classes(node: dict[str, Any], stored: pa.Schema, classes: Sequence[str], split: str) -> None:
+    """Replace the names of classes that a comparison compares with `label`; check those compared with `class`."""
+    if node.get("class") not in _COMPARISONS and node.get("type") not in {"COMPARE_IN", "COMPARE_NOT_IN"}:
+        return
+    operands = [value for part in node.values() for value in (part if isinstance(part, list) else [part])]
+    operands = [operand for operand in operands if isinstance(operand, dict)]
+    references = [operand["column_names"] for operand in operands if operand.get("class") == "COLUMN_REF"]
+    columns = {names[0].lower() for names in references if len(names) == 1}  # `meta.label` is a field of a struct
+    # A column `class` that the samples have themselves has other values than the names of classes.
+    is_derived = len(with_class(stored, classes).names) > len(stored.names)
+    has_names = bool(classes) and LABEL in stored.names and pa.types.is_integer(stored.field(LABEL).type)
+    for operand in operands:
+        literal = operand.get("literal")
+        if not isinstance(literal, dict) or literal.get("kind") != "STRING":
+            continue
+        name = literal["text"]
+        if CLASS in columns and is_derived:
+            _label_of(name, classes, split)
+        elif LABEL in columns and has_names and not (name.isdecimal() and name not in classes):
+            operand["literal"] = {"kind": "INTEGER", "text": str(_label_of(name, classes, split))}
+
+
+def _label_of(name: str, classes: Sequence[str], split: str) -> int:
+    if name not in classes:
+        raise ConfigError(f"{split} has no class {name!r}; its classes are {first_keys(list(classes))}")
+    return list(classes).index(name)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Final
 
 import numpy as np
@@ -18,10 +19,9 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
-from datasvc.repository import Objects
-from datasvc.shards.format.digests import blob_views
+from datasvc.repository import Digest, Objects
 from datasvc.shards.format.ipc_reader import column_to_numpy, decode_table, encode_table
-from datasvc.shards.format.reader import open_shard
+from datasvc.shards.format.overlaid_shard import open_table_shard
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 
@@ -37,8 +37,39 @@ _SCHEMA = pa.schema(
 )
 # Maximum number of row numbers that `kept_rows` caches for a split; with 8 bytes each, they take 32 MiB.
 _MAX_CACHED_ROWS = 4 << 20
+_BITMAPS_AT_ONCE: Final = 1 << 14
 
 Flags = npt.NDArray[np.bool_]
+
+
+class RowCache:
+    """Rows of shards, the least recently used of which are dropped. Safe for use by several threads.
+
+    Args:
+        max_rows: largest number of rows of all entries; the newest entry stays even if it exceeds it alone.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._cached: OrderedDict[Hashable, Integers] = OrderedDict()  # least recently used first
+        self._num_rows = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, compute: Callable[[], Integers]) -> Integers:
+        """Return the rows of a key, computed if they are not kept. Do not modify the array."""
+        with self._lock:
+            if key in self._cached:
+                self._cached.move_to_end(key)
+                return self._cached[key]
+        # Computed without the lock: two threads may compute the same rows, but no thread waits for another shard's.
+        rows = compute()
+        with self._lock:
+            if key not in self._cached:
+                self._cached[key] = rows
+                self._num_rows += len(rows)
+            while self._num_rows > self._max_rows and len(self._cached) > 1:
+                self._num_rows -= len(self._cached.popitem(last=False)[1])
+        return rows
 
 
 class Deletions:
@@ -58,13 +89,14 @@ class Deletions:
         self._table = table.combine_chunks()
         self.shards = np.asarray(column_to_numpy(self._table.column("shard")), np.int64)
         self.samples = np.asarray(column_to_numpy(self._table.column("samples")), np.int64)
-        # `blob_views` returns None for a null, which this column cannot have: the test is for the type checker.
-        views = [view for chunk in self._table.column("bitmap").chunks for view in blob_views(chunk)]
-        self._bitmaps = [np.frombuffer(view, np.uint8) for view in views if view is not None]
-        # Results of `kept_rows` by shard, least recently used first, and the number of rows in all of them.
-        self._cached: OrderedDict[int, Integers] = OrderedDict()
-        self._num_cached_rows = 0
-        self._lock = threading.Lock()
+        # All bitmaps one after the other, because an array per bitmap takes ten times the memory of a small bitmap.
+        bitmaps = self._table.column("bitmap").combine_chunks()
+        _, offsets, content = bitmaps.buffers()
+        first, stop = bitmaps.offset, bitmaps.offset + len(bitmaps) + 1
+        # Arrow leaves out the offsets of an empty array.
+        self._offsets = np.frombuffer(offsets, np.int64)[first:stop] if len(bitmaps) else np.zeros(1, np.int64)
+        self._bits = np.frombuffer(content, np.uint8) if content else np.empty(0, np.uint8)
+        self._kept_rows = RowCache(_MAX_CACHED_ROWS)
 
     @classmethod
     def build(cls, flags: Mapping[int, Flags]) -> Deletions:
@@ -72,7 +104,12 @@ class Deletions:
         affected = sorted(shard for shard, deleted in flags.items() if deleted.any())
         samples = [len(flags[shard]) for shard in affected]
         bitmaps = [np.packbits(flags[shard], bitorder="little").tobytes() for shard in affected]
-        return cls(pa.table([affected, samples, bitmaps], schema=_SCHEMA))
+        return cls.of_bitmaps(affected, samples, bitmaps)
+
+    @classmethod
+    def of_bitmaps(cls, shards: Sequence[int], samples: Sequence[int], bitmaps: Sequence[bytes]) -> Deletions:
+        """Return the deletions of shards with `samples` stored samples each; `shards` ascend, each has deletions."""
+        return cls(pa.table([shards, samples, bitmaps], schema=_SCHEMA))
 
     def encode(self) -> bytes:
         """Return the deletions as an Arrow IPC file; equal deletions give equal bytes."""
@@ -86,50 +123,42 @@ class Deletions:
             content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT, columns=_SCHEMA
         )
         deletions = cls(table)
-        samples, num_bytes = deletions.samples, np.array([bitmap.size for bitmap in deletions._bitmaps], np.int64)
+        samples, offsets = deletions.samples, deletions._offsets
+        is_inside = offsets[0] >= 0 and offsets[-1] <= len(deletions._bits)
         # A damaged number of samples must not make `flags` allocate much: each sample needs a bit that was stored.
-        if ((samples < 1) | (num_bytes != (samples - 1) // 8 + 1)).any():
+        if not is_inside or ((samples < 1) | (np.diff(offsets) != (samples - 1) // 8 + 1)).any():
             raise CorruptDataError(f"{name} is not a {what}: a bitmap does not have one bit for each sample")
         return deletions
 
     @property
     def counts(self) -> Integers:
         """Number of deleted samples of each of `shards`: `int64[n]`."""
-        if not self._bitmaps:
-            return np.empty(0, np.int64)
-        # `starts`: index of the first byte of each bitmap in the concatenated bitmaps.
-        starts = np.cumsum([0, *map(len, self._bitmaps[:-1])])
-        bits = np.bitwise_count(np.concatenate(self._bitmaps)).astype(np.int64)
-        return np.asarray(np.add.reduceat(bits, starts), np.int64)
+        parts = [np.empty(0, np.int64)]
+        # In parts, because `reduceat` converts all of its input to int64 first.
+        for first in range(0, len(self.shards), _BITMAPS_AT_ONCE):
+            offsets = self._offsets[first : first + _BITMAPS_AT_ONCE + 1]
+            bits = np.bitwise_count(self._bits[offsets[0] : offsets[-1]]).astype(np.int64)
+            parts.append(np.add.reduceat(bits, offsets[:-1] - offsets[0]))
+        return np.concatenate(parts)
 
     def bitmap(self, shard: int) -> bytes:
         """Return the bitmap of one shard; b"" if the shard has no deletions."""
         index = self._find(shard)
-        return b"" if index is None else self._bitmaps[index].tobytes()
+        return b"" if index is None else self._bitmap_at(index).tobytes()
 
     def flags(self, shard: int) -> Flags:
         """Return the flags of a shard with deletions: `bool[stored samples]`, True where the sample is deleted."""
         index = self._find(shard)
         assert index is not None, shard
         count = int(self.samples[index])
-        return np.unpackbits(self._bitmaps[index], count=count, bitorder="little").view(np.bool_)
+        return np.unpackbits(self._bitmap_at(index), count=count, bitorder="little").view(np.bool_)
 
     def kept_rows(self, shard: int) -> Integers:
         """Return the live rows of a shard with deletions: `int64[live]`, ascending. Do not modify the array."""
-        with self._lock:
-            if shard in self._cached:
-                self._cached.move_to_end(shard)
-                return self._cached[shard]
-        # Computed without the lock: two threads may compute the same rows, but no thread waits for another shard's.
-        rows = np.flatnonzero(~self.flags(shard))
-        with self._lock:
-            if shard not in self._cached:
-                self._cached[shard] = rows
-                self._num_cached_rows += len(rows)
-            # The newest entry stays even if it exceeds the limit alone: otherwise every call would compute it again.
-            while self._num_cached_rows > _MAX_CACHED_ROWS and len(self._cached) > 1:
-                self._num_cached_rows -= len(self._cached.popitem(last=False)[1])
-        return rows
+        return self._kept_rows.get(shard, lambda: np.flatnonzero(~self.flags(shard)))
+
+    def _bitmap_at(self, index: int) -> npt.NDArray[np.uint8]:
+        return self._bits[self._offsets[index] : self._offsets[index + 1]]
 
     def _find(self, shard: int) -> int | None:
         """Return the index of a shard in `shards`; None if the shard has no deletions."""
@@ -160,6 +189,19 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
     return deletions
 
 
+def stored_rows_of(objects: Objects, table: ShardTable, shards: Integers, rows: Integers) -> Integers:
+    """Return the rows in their shards' files of samples at `rows` that do not count deleted samples: `int64[n]`.
+
+    Raises what `load_deletions` raises.
+    """
+    deletions, deleted = load_deletions(objects, table), table.deleted_per_shard
+    stored = rows.copy()
+    for shard in np.unique(shards[deleted[shards] > 0]).tolist():
+        chosen = shards == shard
+        stored[chosen] = deletions.kept_rows(shard)[rows[chosen]]
+    return stored
+
+
 def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
     """Delete samples of a split: store a new deletions object, and return the table that refers to it.
 
@@ -188,7 +230,26 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
         return table
     live_counts = {label: count - deleted_labels[label] for label, count in table.label_counts.items()}
     counted_table = replace(table, label_counts={label: count for label, count in live_counts.items() if count})
-    return with_deletions(objects, counted_table, flags)
+    return _without_values(objects, table, with_deletions(objects, counted_table, flags))
+
+
+def _without_values(objects: Objects, before: ShardTable, after: ShardTable) -> ShardTable:
+    """Return a table whose overlays do not have the values of shards that it has left out.
+
+    A purge finds samples by the shards of tables, and would miss these values if no other version has the shard.
+    """
+    kept = set(after.overlay_numbers.tolist())
+    places = before.overlay_numbers.tolist()
+    left_out = [number for number, place in enumerate(places) if place >= 0 and place not in kept]
+    if not left_out:
+        return after
+    # A static import would make versions depend on their history.
+    overlays = import_module("datasvc.shards.history.purged_overlays")
+    gone = replace(before, rows=before.rows.take(left_out))
+    counts = gone.stored_per_shard.tolist()
+    rows = {shard.digest: np.arange(count) for shard, count in zip(gone.shards(), counts, strict=True)}
+    emptied = overlays.empty_overlays(objects, [gone], rows).objects
+    return replace(after, overlays=after.overlays.replaced({old.digest: new for old, new in emptied.items()}))
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
@@ -221,8 +282,31 @@ def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flag
     return replace(all_shards, rows=all_shards.rows.take(kept), deletions=digest)
 
 
+def count_live(objects: Objects, table: ShardTable, rows: Mapping[Digest, Integers]) -> int:
+    """Return how many of `rows`, distinct rows of shards by digest, are live samples of a split.
+
+    Raises what `load_deletions` raises.
+    """
+    numbers = [number for number, shard in enumerate(table.shards()) if shard.digest in rows] if rows else []
+    deleted = table.deleted_per_shard
+    deletions = load_deletions(objects, table) if any(deleted[number] for number in numbers) else None
+    num_live = 0
+    for number in numbers:
+        chosen = rows[table.shard(number).digest]
+        num_deleted = np.count_nonzero(deletions.flags(number)[chosen]) if deletions and deleted[number] else 0
+        num_live += len(chosen) - int(num_deleted)
+    return num_live
+
+
+def count_purged(objects: Objects, table: ShardTable) -> int:
+    """Return the number of live samples of a split that were purged. Raises what `load_deletions` raises."""
+    rows = {digest: np.array(list(each.payloads), np.int64) for digest, each in table.redacted.items()}
+    return count_live(objects, table, rows)
+
+
 def _labels(objects: Objects, table: ShardTable, number: int, rows: Integers) -> list[int]:
     """Return the labels of some rows of a shard, without nulls; [] if the shard has no labels."""
-    shard = table.check_shard(number, open_shard(objects, table.shard(number)))
+    shard = open_table_shard(objects, table, number)
+    rows = np.setdiff1d(rows, shard.redacted)  # the label of a purged sample is lost, and stays in the counts
     labels = shard.column(LABEL).take(pa.array(rows)) if LABEL in shard.schema.names else pa.nulls(0)
     return [label for label in labels.to_pylist() if label is not None]

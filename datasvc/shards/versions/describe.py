@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest, Repository, Resolved
+from datasvc.repository.logs.redactions import redaction_log
+from datasvc.repository.logs.references import split_selection
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.shards.versions.dataset import (
-    DatasetVersion,
-    Split,
-    read_version,
-    readable_versions,
-)
+from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset, read_version, readable_versions
+from datasvc.shards.versions.deletions import count_purged
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE: Final = 8
@@ -25,14 +23,32 @@ _READS_AT_ONCE: Final = 8
 def describe_log(repository: Repository, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
     """Return the entries of the `last` newest versions of a data set (None: all) as JSON values, oldest first.
 
-    Removed versions have `removed`. For what is left out, and for errors, see `readable_versions`.
+    Removed versions have `removed`, and versions that lack purged samples their number, `purged`. For what is left
+    out, and for errors, see `readable_versions`.
     """
     log = readable_versions(repository, name, last=last)
     removed = repository.state("datasets", log.name).removed
+    purged = purged_by_version(repository, log.name, [entry.number for entry in log if entry.number not in removed])
     return [
-        {**entry.content, "version": entry.number} | ({"removed": True} if entry.number in removed else {})
+        {**entry.content, "version": entry.number}
+        | ({"removed": True} if entry.number in removed else {})
+        | ({"purged": purged[entry.number]} if entry.number in purged else {})
         for entry in log
     ]
+
+
+def purged_by_version(repository: Repository, name: str, numbers: Iterable[int]) -> dict[int, int]:
+    """Return the number of live samples that each version lacks because they were purged; without those of 0.
+
+    Tables are read only if there was a purge in the repository. For errors, see `Split.table`.
+    """
+    if not redaction_log(repository.objects).read().by_shard:
+        return {}
+    found = {}
+    for number in numbers:
+        splits = read_version(repository, Resolved("datasets", name, number)).values()
+        found[number] = sum(count_purged(repository.objects, split.table) for split in splits)
+    return {number: count for number, count in found.items() if count}
 
 
 def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
@@ -50,12 +66,15 @@ def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
 def describe_version(repository: Repository, ref: str) -> dict[str, Any]:
     """Return the description of the version that `ref` refers to, even if it is removed; see `describe_dataset`.
 
-    For a removed version, return only its log entry and the fields `removed` and `removal`: the entry of the removal.
+    Of a part of its samples, such as "pets@3[label = 3]", describe the views. For a removed version, return only its
+    log entry and the fields `removed` and `removal`: the entry of the removal.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
         CorruptDataError: the log entry of the version is corrupt; or see `describe_dataset`.
     """
+    if split_selection(ref)[1] is not None:
+        return describe_dataset(open_dataset(repository, ref))
     resolved, state = repository.resolve_with_state("datasets", ref, removed=True)
     if resolved.version not in state.removed:
         tags = [tag for tag, version in state.tags.items() if version == resolved.version]
@@ -94,9 +113,11 @@ def describe_split(split: Split) -> dict[str, Any]:
     """Return statistics, columns and class histogram of a split as JSON values. For errors see `Split.table`."""
     table = split.table
     num_stored = int(table.stored_per_shard.sum())
+    num_purged = count_purged(split.repository.objects, table)
     return {
         "samples": len(split),
-        "deleted": num_stored - len(split),
+        "deleted" if table.view is None else "left_out": num_stored - len(split),
+        **({"purged": num_purged} if num_purged else {}),  # these are counted in `samples`, but have empty values
         "shards": table.num_shards,
         "bytes": table.size_bytes,
         "bytes_per_sample": round(table.size_bytes / num_stored) if num_stored else 0,
@@ -108,6 +129,7 @@ def describe_split(split: Split) -> dict[str, Any]:
         "class_counts": count_classes(table.label_counts, table.classes),
         "columns": {field.name: str(field.type) for field in table.sample_schema},
         "table": split.digest,
+        **({"view": split.view} if split.view else {}),
     }
 
 

@@ -8,24 +8,38 @@ first renumbered to those that the first version has for the same classes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, repeat
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects, Repository, Resolved
+from datasvc.shards.format.overlays import DIGEST_FIELD
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import load_deletions
 from datasvc.shards.versions.describe import count_classes
 from datasvc.shards.versions.keys import SampleRows, SplitKeys, match_keys
-from datasvc.shards.versions.labels import combine_classes, plan_labels
+from datasvc.shards.versions.labels import combine_classes, plan_labels, sort_pairs
 from datasvc.shards.versions.version_entry import read_tables
 from datasvc.shown import Shown
+
+_MAX_PAIRS: Final = 100  # of classes, in JSON with a limited number of keys
+
+
+class LabelChange(NamedTuple):
+    """A sample whose class differs: its key, and the two classes, or labels without class names; "" for none."""
+
+    key: str
+    old: str
+    new: str
 
 
 class Keys:
@@ -40,7 +54,7 @@ class Keys:
     def __init__(
         self, split: SplitKeys, *, without: SampleRows | None = None, only: SampleRows | None = None
     ) -> None:
-        self._split = split
+        self.split = split
         self._without = without.by_shard() if without is not None else {}
         self._only = only.by_shard() if only is not None else None
         self._count = len(only) if only is not None else split.num_samples - len(without or ())
@@ -54,12 +68,12 @@ class Keys:
 
     def places(self) -> Iterator[tuple[str, int, int]]:
         """Yield each key with its shard, and its row in the shard's file; for errors, see `__iter__`."""
-        shards = self._split.shards.tolist() if self._only is None else list(self._only)
+        shards = self.split.shards.tolist() if self._only is None else list(self._only)
         for shard in shards:
             # If every live sample of the shard is left out, its sample index need not be read.
-            if len(self._without.get(shard, ())) == len(self._split.live_rows(shard)):
+            if len(self._without.get(shard, ())) == len(self.split.live_rows(shard)):
                 continue
-            shard_keys = self._split.read(shard)
+            shard_keys = self.split.read(shard)
             if self._only is None:
                 selected = np.isin(shard_keys.rows, self._without.get(shard, np.empty(0, np.int64)), invert=True)
             else:
@@ -102,12 +116,36 @@ class SplitDifference:
     class_counts: Mapping[str, tuple[int, int]]
     class_distance: float | None
 
+    @cached_property
+    def relabelled_places(self) -> list[tuple[LabelChange, int, int]]:
+        """Each of `relabelled` with its shard in the second split, and its row in the shard's file."""
+        places = list(self.changed.places())
+        shards, rows = (np.array([place[part] for place in places], np.int64) for part in (1, 2))
+        before, after = self.deleted.split, self.added.split  # the first split and the second
+        old = before.labels(self.changed_from.shards, self.changed_from.rows)
+        pairs = zip(places, old, after.labels(shards, rows), strict=True)
+        return [(LabelChange(key, old, new), shard, row) for (key, shard, row), old, new in pairs if old != new]
+
+    @property
+    def relabelled(self) -> list[LabelChange]:
+        """The changed samples with another class, in the order of `changed`; reads the labels of all changed ones."""
+        return [change for change, _, _ in self.relabelled_places]
+
+    @cached_property
+    def confusion(self) -> list[tuple[str, str, int]]:
+        """How many samples of `relabelled` went from one class to another, the most frequent pair first."""
+        return sort_pairs(Counter((change.old, change.new) for change in self.relabelled))
+
     def to_json(self, max_keys: int | None = 10) -> dict[str, Any]:
-        """Return JSON values, with at most `max_keys` keys of each kind (None: all)."""
+        """Return JSON values, with at most `max_keys` keys of each kind, and 100 pairs of classes (None: all)."""
         kinds = {"added": self.added, "deleted": self.deleted, "changed": self.changed}
+        relabelled, pairs = self.relabelled, self.confusion[: None if max_keys is None else _MAX_PAIRS]
         return {
             **{kind: len(keys) for kind, keys in kinds.items()},
             "unchanged": self.unchanged,
+            "relabelled": len(relabelled),
+            "labels": [change._asdict() for change in relabelled[:max_keys]],
+            "confusion": [{"old": old, "new": new, "samples": count} for old, new, count in pairs],
             "keys": {kind: list(islice(keys, max_keys)) for kind, keys in kinds.items()},
             "columns_added": dict(self.columns_added),
             "columns_removed": dict(self.columns_removed),
@@ -245,12 +283,13 @@ def _unshared(
     num_shared = 0
     partners = find_partners(a, b)
     for shard_a, shard_b in partners.items():
-        if bitmaps[0](shard_a) == bitmaps[1](shard_b):
+        differing = _differing_rows(objects, (a, shard_a), (b, shard_b))
+        if bitmaps[0](shard_a) == bitmaps[1](shard_b) and not len(differing):
             num_shared += int(num_live[shard_a])
             continue
-        # The same file with different deletions: a sample that is live on one side only is not shared.
+        # The same file with other deletions or overlays: a sample that is live on one side only is not shared.
         live = [side.live_rows(shard) for side, shard in zip(sides, (shard_a, shard_b), strict=True)]
-        live_in_both = np.intersect1d(live[0], live[1], assume_unique=True)
+        live_in_both = np.setdiff1d(np.intersect1d(live[0], live[1], assume_unique=True), differing)
         num_shared += len(live_in_both)
         for side, shard in enumerate((shard_a, shard_b)):
             if len(live[side]) > len(live_in_both):
@@ -263,6 +302,33 @@ def _unshared(
         for side, table in enumerate((a, b))
     )
     return unshared_a, unshared_b, num_shared
+
+
+def _differing_rows(objects: Objects, a: tuple[ShardTable, int], b: tuple[ShardTable, int]) -> Integers:
+    """Return the rows of a shard of both tables whose samples an overlay makes differ: `int64[n]`, ascending."""
+    sides = [table.overlay(objects, number) for table, number in (a, b)]
+    if all(side is None for side in sides) or _are_one(a, b):
+        return np.empty(0, np.int64)
+    num_samples = int(a[0].stored_per_shard[a[1]])
+    # Null where neither the one nor the other overlay has a digest: there, both have that of the index.
+    digests = [
+        pa.nulls(num_samples, DIGEST_FIELD.type) if side is None else side.digests(None, num_samples)
+        for side in sides
+    ]
+    equal = pc.fill_null(pc.equal(*digests), fill_value=False)
+    both_null = pc.and_(digests[0].is_null(), digests[1].is_null())
+    return np.flatnonzero(~pc.or_(equal, both_null).to_numpy(zero_copy_only=False))
+
+
+def _are_one(a: tuple[ShardTable, int], b: tuple[ShardTable, int]) -> bool:
+    """Return whether the same objects are the overlays of a shard of both tables."""
+    numbers = [int(table.overlay_numbers[number]) for table, number in (a, b)]
+    if min(numbers) < 0:
+        return False
+    (first, in_first), (second, in_second) = (
+        each[0].overlays.find(number) for each, number in zip((a, b), numbers, strict=True)
+    )
+    return in_first == in_second and a[0].overlays.groups[first] == b[0].overlays.groups[second]
 
 
 def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:

@@ -19,11 +19,12 @@ import pyarrow.compute as pc
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch, has_units
-from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.overlaid_shard import open_table_shard, read_index
+from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.format.shard_table import ShardTable, read_index
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions
-from datasvc.shards.versions.labels import relabel_batch
+from datasvc.shards.versions.labels import labels_at, relabel_batch
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,11 @@ class SplitKeys:
         return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(self._open(shard)), rows))
 
     def _open(self, shard: int) -> Shard:
-        return self.table.check_shard(shard, open_shard(self._objects, self.table.shard(shard)))
+        return open_table_shard(self._objects, self.table, shard)
+
+    def labels(self, shards: Integers, rows: Integers) -> list[str]:
+        """Return the classes of stored samples, see `labels_at`."""
+        return labels_at(self._objects, self.table, shards, rows)
 
     def live_rows(self, shard: int) -> Integers:
         """Return the rows in a shard's file that are live and not in `without`: `int64[n]`, ascending."""
@@ -105,6 +110,11 @@ class SplitKeys:
         live = self._deletions.kept_rows(shard) if self._deleted[shard] else np.arange(self._stored[shard])
         excluded = self._without.get(shard)
         return live if excluded is None else np.setdiff1d(live, excluded, assume_unique=True)
+
+    def present_rows(self, shard: int) -> Integers:
+        """Return `live_rows` without purged samples, whose values are empty, such as the label 0."""
+        live, purged = self.live_rows(shard), self.table.redacted_rows(shard)
+        return np.setdiff1d(live, purged, assume_unique=True) if len(purged) else live
 
     def _digest(self, shard: Shard) -> pa.Array:
         """Return the sample digest of each stored sample, computed with the numbers of `labels`."""

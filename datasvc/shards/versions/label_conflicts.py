@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +16,11 @@ import pyarrow as pa
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects
-from datasvc.shards.format.ipc_reader import IpcReader
-from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.overlaid_shard import read_values
 from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.keys import ShardValues, Side, hash_values, match_values, take_keys
+from datasvc.shards.versions.labels import label_text
 from datasvc.shards.versions.split_overlap import has_blobs, new_shards, payload_side
 
 _MAX_LISTED: Final = 10
@@ -114,7 +114,8 @@ def describe_conflicts(conflicts: Sequence[LabelConflict]) -> str:
     more = f" and {len(conflicts) - _MAX_LISTED} more" if len(conflicts) > _MAX_LISTED else ""
     return (
         f"{count_text(len(conflicts), 'sample contradicts', 'samples contradict')} the label of an equal one: "
-        f"{'; '.join(map(str, conflicts[:_MAX_LISTED]))}{more}. Delete the wrong ones with `datasvc delete --keys`"
+        f"{'; '.join(map(str, conflicts[:_MAX_LISTED]))}{more}. Correct the wrong ones with "
+        "`datasvc label`, or delete them with `datasvc delete --keys`"
     )
 
 
@@ -132,21 +133,7 @@ def _only(values: ShardValues, hashes: Integers) -> ShardValues | None:
 
 def _labels_and_keys(objects: Objects, table: ShardTable, values: ShardValues) -> pa.Array:
     """Return label and key of the samples of a shard, joined by `_SEPARATOR`; the label is "" without a class."""
-    shard = table.shard(values.shard)
-    files = ObjectFiles(objects.storage, {shard.digest: shard.size_bytes})
-    with files.open(shard.digest) as file:
-        batches = list(IpcReader(file, f"shard {shard.digest}", [LABEL, KEY]).batches())
-    stored = pa.Table.from_batches(batches)
-    keys = take_keys(stored.column(KEY), values.rows).to_pylist()
-    has_labels = LABEL in stored.column_names
-    labels = take_keys(stored.column(LABEL), values.rows).to_pylist() if has_labels else [None] * len(keys)
-    texts = [_label_text(label, table.classes) for label in labels]
+    keys_and_labels = read_values(objects, table, values.shard, [KEY, LABEL])
+    keys, labels = (take_keys(column, values.rows).to_pylist() for column in keys_and_labels.columns)
+    texts = [label_text(label, table.classes) for label in labels]
     return pa.array([f"{text}{_SEPARATOR}{key}" for text, key in zip(texts, keys, strict=True)], pa.large_string())
-
-
-def _label_text(label: Any, classes: Sequence[str]) -> str:
-    """Return the class of a label, or the label as text; "" without a class."""
-    if label is None or (isinstance(label, int) and label < 0):
-        return ""
-    # A column `label` may also hold text or lists, which Python samples and `as_text` keep as they are.
-    return classes[label] if isinstance(label, int) and label < len(classes) else str(label)

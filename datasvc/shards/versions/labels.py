@@ -11,13 +11,16 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError
+from datasvc.keyed_random import Integers
+from datasvc.repository import Objects
+from datasvc.shards.format.overlaid_shard import read_values
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 
@@ -139,6 +142,37 @@ def class_of_labels(labels: pa.Array, names: pa.Array) -> pa.Array:
     """Return the class names of labels: `string[n]`, null for a null label or one without a name."""
     is_named = pc.and_(pc.greater_equal(labels, 0), pc.less(labels, len(names)))
     return names.take(pc.if_else(is_named, labels, pa.scalar(None, labels.type)))
+
+
+def label_text(label: Any, classes: Sequence[str]) -> str:
+    """Return the class of a label, or the label as text; "" without a class."""
+    if label is None or (isinstance(label, int) and label < 0):
+        return ""
+    # A column `label` may also hold text or lists, which Python samples and `as_text` keep as they are.
+    return classes[label] if isinstance(label, int) and label < len(classes) else str(label)
+
+
+def sort_pairs(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, str, int]]:
+    """Return pairs of labels with the number of their samples, the most frequent first."""
+    return [(*pair, count) for pair, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+
+
+def labels_at(objects: Objects, table: ShardTable, shards: Integers, rows: Integers) -> list[str]:
+    """Return the classes of samples, or their labels as text, "" for none; for errors, see `read_values`.
+
+    Args:
+        objects: objects of the repository.
+        table: shard table of the split.
+        shards: `int64[n]`, number of the shard of each sample.
+        rows: `int64[n]`, row of each sample in the shard's file.
+    """
+    texts = [""] * len(rows)
+    for shard in np.unique(shards).tolist() if LABEL in table.sample_schema.names else ():
+        at = np.flatnonzero(shards == shard)
+        labels = read_values(objects, table, shard, [LABEL]).column(0).take(pa.array(rows[at])).to_pylist()
+        for number, label in zip(at.tolist(), labels, strict=True):
+            texts[number] = label_text(label, table.classes)
+    return texts
 
 
 def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[str, ShardTable]:

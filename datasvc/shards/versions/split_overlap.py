@@ -21,8 +21,9 @@ from datasvc.errors import ConfigError, ConflictError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects
+from datasvc.shards.format.overlaid_shard import read_index
 from datasvc.shards.format.schema import is_blob
-from datasvc.shards.format.shard_table import ShardTable, read_index
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.deletions import Flags, delete_samples, load_deletions
 from datasvc.shards.versions.keys import SampleRows, ShardValues, Side, SplitKeys, match_values, take_keys
@@ -127,16 +128,19 @@ def find_overlaps(
     tables: Mapping[str, ShardTable],
     *,
     checked: Mapping[str, ShardTable] | None = None,
+    values: bool = False,
 ) -> list[Overlap]:
     """Return the samples that each pair of splits shares, without the pairs that share nothing.
 
-    Samples without blobs are not compared by payload, because two of them may have equal values by chance. Samples
-    in shards without a sample index are not compared by payload either, see `count_unchecked`.
+    Samples without blobs are not compared by payload unless `values` is True, because two of them may have equal
+    values by chance. Samples in shards without a sample index are not compared by payload either, see
+    `count_unchecked`.
 
     Args:
         objects: objects of the repository.
         tables: shard tables by split.
         checked: tables, by split, that were compared before. Their samples are not compared with each other again.
+        values: compare samples without blobs by all their values, in place of the payload.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
@@ -152,8 +156,8 @@ def find_overlaps(
             # Old shards of both splits were compared before. So new shards of `split` are compared with all of
             # `other`, and old shards of `split` with new ones of `other`.
             shared = [
-                *_find_shared(objects, kind, (tables[split], added[split]), (tables[other], None)),
-                *_find_shared(objects, kind, (tables[split], old_shards), (tables[other], added[other])),
+                *_find_shared(objects, kind, (tables[split], added[split]), (tables[other], None), values),
+                *_find_shared(objects, kind, (tables[split], old_shards), (tables[other], added[other]), values),
             ]
             if shared:
                 overlaps.append(Overlap(kind, split, other, _join(shared)))
@@ -251,11 +255,12 @@ def _find_shared(
     kind: OverlapKind,
     table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
+    values: bool,
 ) -> Iterator[SharedSamples]:
     """Yield the samples of `table` that `other` has too, if any; None stands for all shards of a table."""
-    if kind == "payload" and not (has_blobs(table[0]) and has_blobs(other[0])):
+    if kind == "payload" and not values and not (has_blobs(table[0]) and has_blobs(other[0])):
         return
-    side = _key_side if kind == "key" else payload_side
+    side = _key_side if kind == "key" else partial(payload_side, values=values)
     # The matches are samples of the second argument, each with the first equal sample of the first argument.
     matches = match_values(side(objects, *other), side(objects, *table))
     if len(matches):
@@ -276,8 +281,11 @@ def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> S
     return Side(keys.num_samples, read)
 
 
-def payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
-    """Return the samples with blobs of indexed shards, to be matched by payload digest; their keys are attached."""
+def payload_side(objects: Objects, table: ShardTable, shards: Integers | None, *, values: bool = False) -> Side:
+    """Return samples of indexed shards, to be matched by payload digest; their keys are attached.
+
+    Without `values`, samples without blobs are left out.
+    """
     numbers = np.arange(table.num_shards) if shards is None else shards
     keys = SplitKeys(objects, table, numbers[_is_indexed(table)[numbers]])
 
@@ -285,9 +293,10 @@ def payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -
         for shard in keys.shards.tolist():
             index = read_index(objects, table, shard)
             assert index is not None, "`keys` has only shards with a sample index"
-            rows = keys.live_rows(shard)
-            # The payload digest of a sample without blobs equals its sample digest; such samples are left out.
-            rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]
+            rows = keys.present_rows(shard)  # purged samples have the same empty blobs
+            if not values:
+                # The payload digest of a sample without blobs equals its sample digest.
+                rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]
             payloads = take_keys(index.table.column("payload"), rows)
             yield ShardValues(shard, rows, payloads, partial(take_keys, index.table.column("key"), rows))
 

@@ -9,6 +9,7 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Final, Literal
 
 import numpy as np
@@ -23,12 +24,13 @@ from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader
 from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.overlaid_shard import overlaid
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.salvage import missing_rows, readable_identities, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import check_shard_schema
-from datasvc.shards.format.shard_table import read_index
-from datasvc.shards.versions.dataset import Split, open_dataset
+from datasvc.shards.format.shard_table import read_stored_index
+from datasvc.shards.versions.dataset import Split, read_version
 from datasvc.shards.versions.deletions import Deletions
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (
@@ -46,7 +48,7 @@ _SHARDS_AT_ONCE = 4
 _STRUCTURES_AT_ONCE = 16
 _MAX_LISTED_KEYS: Final = 10
 
-Role = Literal["shard table", "deletions", "sample index", "shard"]
+Role = Literal["shard table", "deletions", "weights", "columns", "sample index", "shard"]
 Kind = Literal["missing", "truncated", "changed", "contradictory"]
 
 
@@ -57,7 +59,7 @@ class DatasetProblem:
     Attributes:
         kind: the problem. "contradictory": the object matches its digest, but not the object that refers to it.
         role: the type of the object.
-        split: name of the split that refers to it.
+        split: name of the split that refers to it; with the name of a view, such as "train[small]", if the view does.
         digest: digest of the object.
         detail: the expected and the actual state.
         shard: number of the shard in its table; None for an object that belongs to a whole split.
@@ -112,14 +114,8 @@ class VerifyReport:
     accepted: Mapping[str, int] = field(default_factory=dict)
 
 
-def verify(
-    repository: Repository,
-    ref: str,
-    *,
-    deep: bool = False,
-    progress: Progress = NO_PROGRESS,
-) -> VerifyReport:
-    """Find missing, truncated and changed objects of a data-set version, and samples shared by two splits.
+def verify(repository: Repository, ref: str, *, deep: bool = False, progress: Progress = NO_PROGRESS) -> VerifyReport:
+    """Find missing and changed objects of a data-set version and its named views, and samples shared by two splits.
 
     A problem does not end the check: every object is checked.
 
@@ -129,15 +125,16 @@ def verify(
         deep: read every byte: hash each shard, open it, and compare each sample with the sample index. Without
             `deep`, only the size and the structure of a shard are checked: its footer and the headers of its record
             batches, and for a local shard also the offsets and texts in the batches. If the structure is wrong, the
-            shard is read as with `deep`. Tables, deletions and indexes are always hashed.
+            shard is read as with `deep`. Tables, deletions and indexes are always hashed; weights of views
+            only with `deep`, otherwise they must exist.
         progress: counts the bytes of each shard that was checked.
 
     Raises:
         ConfigError, NotFoundError: `ref` does not resolve, or an object has a newer format than this datasvc reads.
-        CorruptDataError: the log entry of the version is corrupt; or the splits cannot be compared.
+        CorruptDataError: the log entry of the version, or of a view, is corrupt; or the splits cannot be compared.
         UnavailableError: the store did not respond, so the state of the data is unknown.
     """
-    dataset = open_dataset(repository, ref)
+    dataset = read_version(repository, repository.resolve("datasets", ref))
     problems: list[DatasetProblem] = []
     readable = []
     for split in dataset.values():
@@ -163,6 +160,8 @@ def verify(
     with suppress(*suppressed):
         overlaps = find_overlaps(repository.objects, tables)
         conflicts = find_label_conflicts(repository.objects, tables)
+    with suppress(*suppressed):
+        problems.extend(_check_views(repository, str(dataset.resolved), deep=deep))
     counts = count_overlaps(overlaps)
     # Later deletions do not lower the accepted number in the log entry, so a lower count is accepted too.
     within_accepted = {kind: count for kind, count in counts.items() if count <= accepted.get(kind, 0)}
@@ -180,6 +179,22 @@ def verify(
     )
 
 
+def _check_views(repository: Repository, version: str, *, deep: bool) -> Iterator[DatasetProblem]:
+    """Check what the named views of a version have beside its shards: their tables, deletions and weights."""
+    # A static import would make versions depend on their views.
+    views = import_module("datasvc.shards.views.named").read_views(repository, version.partition("@")[0])
+    for view in views.values():
+        if view.dataset == version:
+            split = Split(f"{view.split}[{view.name}]", version, repository, view.table)
+            try:
+                check = _SplitCheck(split, deep=deep)
+            except (NotFoundError, CorruptDataError) as error:
+                kind, samples = _kind_of(error), view.samples
+                yield DatasetProblem(kind, "shard table", split.name, view.table, str(error), num_samples=samples)
+            else:
+                yield from check.run_view()
+
+
 class _SplitCheck:
     """Checks the deletions, sample indexes and shards of one split whose shard table is readable."""
 
@@ -189,10 +204,11 @@ class _SplitCheck:
         self._stored = split.table.stored_per_shard  # samples in each shard's file, including deleted ones
         self._objects: Objects = split.repository.objects
         self._deep = deep
+        self._can_overlay = True
         self._deletions = Deletions.build({})  # none, until `_check_deletions` has read them
 
     def run(self, progress: Progress) -> list[DatasetProblem]:
-        problems = self._check_deletions()
+        problems = [*self._check_deletions(), *self._check_overlays()]
 
         def check(number: int) -> list[DatasetProblem]:
             shard_problems = list(self._check_shard(number))
@@ -203,6 +219,17 @@ class _SplitCheck:
         for shard_problems in map_in_threads(check, range(self._table.num_shards), num_threads):
             problems += shard_problems
         return problems
+
+    def run_view(self) -> Iterator[DatasetProblem]:
+        """Check the objects that only a view has."""
+        yield from self._check_deletions()
+        for pack in self._table.weights:
+            try:
+                if self._deep or self._objects.size(pack.digest) is None:
+                    self._objects.read(pack.digest)  # raises for wrong bytes
+            except (NotFoundError, CorruptDataError) as error:
+                name, samples = self._split.name, self._table.num_samples
+                yield DatasetProblem(_kind_of(error), "weights", name, pack.digest, str(error), num_samples=samples)
 
     def _check_deletions(self) -> list[DatasetProblem]:
         try:
@@ -215,10 +242,28 @@ class _SplitCheck:
             return [DatasetProblem(kind, "deletions", self._split.name, digest, str(error), num_samples=samples)]
         return []
 
+    def _check_overlays(self) -> Iterator[DatasetProblem]:
+        """Check the objects with values of columns; packs by their size alone without `deep`."""
+        small = {info for part in self._table.overlays.parts() for info in part.small}
+        for info in self._table.overlays.objects():
+            try:
+                if self._deep or info in small or self._objects.size(info.digest) != info.size_bytes:
+                    self._objects.read(info.digest)  # raises for wrong bytes
+            except (NotFoundError, CorruptDataError) as error:
+                self._can_overlay = False
+                name, samples = self._split.name, self._table.num_samples
+                yield DatasetProblem(_kind_of(error), "columns", name, info.digest, str(error), num_samples=samples)
+
+    def _checked(self, number: int, shard: Shard) -> Shard:
+        """Return a shard after a check against the table, unless overlays that it needs for it are damaged."""
+        if self._can_overlay:
+            overlaid(self._objects, self._table, number, shard)
+        return shard
+
     def _check_shard(self, number: int) -> Iterator[DatasetProblem]:
         index: SampleIndex | None = None
         try:
-            index = read_index(self._objects, self._table, number)
+            index = read_stored_index(self._objects, self._table, number)
         except (NotFoundError, CorruptDataError) as error:
             digest = self._table.index(number)
             assert digest is not None, "nothing is read for a shard without an index"
@@ -249,7 +294,7 @@ class _SplitCheck:
         path = self._objects.local_path(shard.digest)
         try:
             if path is not None:
-                self._table.check_shard(number, Shard.map(path)).check_texts()
+                self._checked(number, Shard.map(path)).check_texts()
             else:
                 with ObjectFiles(self._split.repository.storage, {shard.digest: shard.size_bytes}).open(
                     shard.digest
@@ -287,7 +332,7 @@ class _SplitCheck:
         """Compare the samples of a shard that matches its digest with the sample index and the shard table."""
         try:
             reader = IpcReader(pa.BufferReader(content), "the shard")
-            opened = self._table.check_shard(number, Shard(reader.schema, reader.batches(), "it"))
+            opened = self._checked(number, Shard(reader.schema, reader.batches(), "it"))
             identities = {each for batch in opened.batches for row in sample_identities(batch, index) for each in row}
         except (CorruptDataError, *PARSE_ERRORS) as error:
             if isinstance(error, ConfigError):

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.repository import Digest, Objects, Repository, Resolved
+from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.objects.presence import check_present
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.dataset import DatasetVersion, read_version
@@ -46,7 +47,10 @@ def name_table(repository: Repository, digest: str, *, dataset: str) -> str:
             if found:
                 # Versions that only changed other splits share the table.
                 return " = ".join(found[:_MAX_NAMES]) + (" = ..." if len(found) > _MAX_NAMES else "")
-    except DatasvcError:
+        table = ShardTable.decode(repository.objects.read(parse_digest(digest)), digest)
+        if table.view is not None:
+            return f"{table.view.dataset}/{table.view.split}[{table.view}]"
+    except (DatasvcError, ValueError):
         return unknown
     return unknown
 

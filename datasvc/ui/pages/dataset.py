@@ -16,12 +16,14 @@ from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_page import page_of
 from datasvc.shards.query.sample_reader import SampleSummary
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples, shared_bytes
+from datasvc.shards.views.named import read_views
 from datasvc.ui.pages.histogram_charts import count_columns, draw_histogram
+from datasvc.ui.pages.sample_records.certificates import certificates_panel
 from datasvc.ui.web.links import dataset_link, diff_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.seen_faults import Failures, collect_unreadable
 from datasvc.ui.web.site import Site
-from datasvc.ui.web.table_view import Column, view_table
+from datasvc.ui.web.table_view import Column, TableView, view_table
 from datasvc.views.datasets import dataset_nodes
 
 _MAX_VERSIONS = 50  # of the graph
@@ -37,6 +39,14 @@ _VERSION_COLUMNS = (
     Column("made from"),
     Column("tags"),
     Column("message", "message"),
+)
+_VIEW_COLUMNS = (
+    Column("view", "name"),
+    Column("of", "dataset"),
+    Column("samples", "samples", "number"),
+    Column("how it was chosen", "how"),
+    Column("weights", "weights"),
+    Column("created", "created", "time"),
 )
 _CLASS_COLUMNS = (Column("class", "name"), Column("samples", "samples", "number"))
 _USUAL_SPLIT = "train"
@@ -74,6 +84,10 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         )
         with failures.noted():
             panels["quarantine"] = replace(panels["quarantine"], values=read_bad_samples(repository, ref))
+    for panel, read in (("views", _views_panel), ("certificates", certificates_panel)):
+        with failures.noted():
+            if (found := read(site, name)).values:
+                panels[panel] = found
     trained = _trained(site, ref, query, failures)
     previous = _previous(facts, log, state.living, resolved)
     return Page(
@@ -93,6 +107,8 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "trained": trained,
             "change": None if is_removed else _change(log, resolved.version, previous),
             "removed": is_removed,
+            "num_purged": 0 if is_removed else sum(each.get("purged", 0) for each in facts["splits"].values()),
+            "view_rows": _view_views(panels["views"].values, query, dataset_link(ref)) if "views" in panels else None,
             "max_trained": _MAX_TRAINED,
             "diff_link": diff_link,
             **view,
@@ -176,6 +192,26 @@ def _change(log: Sequence[Mapping[str, Any]], version: int, previous: str | None
     if before == now:
         return f"as many as {previous}"
     return f"{abs(now - before):,} {'more' if now > before else 'fewer'} than {previous}"
+
+
+def _views_panel(site: Site, name: str) -> Panel:
+    """Return the named views of a data set, by name."""
+    views = {each: found.to_json() for each, found in read_views(site.repo.repository, name).items()}
+    return Panel(views, site.command("view", name, "--json"), site.python("datasets.views", name))
+
+
+def _view_views(views: Mapping[str, Mapping[str, Any]], query: Query, path: str) -> TableView:
+    """Return the table of the named views of a data set."""
+    rows = [
+        {
+            **view,
+            "how": "; ".join(view["steps"]),
+            "ref": f"{view['dataset']}[{view['table']}]",
+            "weights": "yes" if view["weights"] else "no",
+        }
+        for view in views.values()
+    ]
+    return view_table(rows, _VIEW_COLUMNS, query, path=path, prefix="views_")
 
 
 def _compare_bytes(site: Site, name: str, log: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:

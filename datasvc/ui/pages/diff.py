@@ -47,7 +47,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     left_out = sum(
         len(getattr(split["changes"], kind)) - len(split[kind])
         for split in splits
-        for kind in ("added", "deleted", "changed")
+        for kind in ("added", "deleted", "changed", "relabelled")
     )
     return Page(
         template="diff.html",
@@ -85,6 +85,7 @@ def _describe_split(
     schema = schema_changes(changes.to_json(0), _SHOWN_CLASSES)
     counts = map(len, (changes.added, changes.deleted, changes.changed))
     drift = sorted(changes.class_counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
+    relabelled = _samples(after, ((shard, row) for _, shard, row in changes.relabelled_places), shown)
     return {
         "name": name,
         "changes": changes,
@@ -92,6 +93,9 @@ def _describe_split(
         "added": added,
         "deleted": deleted,
         "changed": list(zip(_samples(before, changed_from, shown), changed_to, strict=True)),
+        "relabelled": [(sample, change.old) for sample, change in zip(relabelled, changes.relabelled, strict=False)],
+        "confusion": changes.confusion[:_SHOWN_CLASSES],
+        "num_pairs": len(changes.confusion),
         "drift": drift[:_SHOWN_CLASSES],
         "schema": schema,
         "is_equal": not any((*counts, schema, changes.class_counts)),
@@ -125,7 +129,7 @@ def _sentence(a: str, b: str, splits: list[dict[str, Any]]) -> str:
     """Return the changes in words."""
     counts = [
         (sum(len(getattr(split["changes"], kind)) for split in splits), kind)
-        for kind in ("added", "deleted", "changed")
+        for kind in ("added", "deleted", "changed", "relabelled")
     ]
     parts = [f"{count_text(count, 'sample')} {kind}" for count, kind in counts if count]
     if not splits:

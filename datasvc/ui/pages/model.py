@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from datasvc.drawing import ChartMark, ChartSeries, Markup, line_chart, version_graph
-from datasvc.errors import ConfigError, DatasvcError
+from datasvc.errors import ConfigError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.registry.registry import (
     ModelVersion,
     describe_model,
@@ -36,6 +36,7 @@ from datasvc.views.models import describe, version_nodes
 # The tensor table of more tensors is megabytes; it is read only on request.
 _MAX_TENSORS: Final = 20_000
 _MAX_DIFF_BYTES: Final = 256 << 10
+_MAX_EVALUATED: Final = 100
 _MODES: Final = ("", "max", "min")
 VERSIONS_ON_A_PAGE: Final = 20
 # A chart reads the entries of this number of versions; more come from the index, which may have to be built first.
@@ -57,31 +58,18 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     repository = site.repo.repository
     version = describe_model(repository, parts["ref"])
     state = repository.state("models", version.name)
-    resolved = Resolved("models", version.name, version.version)
     ref = str(version)
     history = read_page(site, version, state, query)
     chart = read_metric(site, version, state, query)
     stored, stored_reason = _stored(site, version, query)
     retention, retention_fault = _retention(site, version.name, query)
+    evaluated, evaluated_counts, evaluated_fault = _evaluated(site, ref, query)
     panels = {
-        "version": Panel(
-            show_facts(repository, version),
-            site.command("models", "show", ref, "--json"),
-            site.python("models.describe", ref),
-        ),
+        **_version_panels(site, version, stored),
         "versions": versions_panel(site, version.name, history),
         **({"metric": chart.panel} if chart else {}),
-        "stored": Panel(
-            stored,
-            site.command("models", "show", ref, "--stored", "--json"),
-            f"{site.python('models.stored_size', ref)}.to_dict()",
-        ),
-        "signatures": Panel(
-            list_signers(repository, resolved),
-            site.command("models", "show", ref, "--signers", "--json"),
-            site.python("models.signers", ref),
-        ),
         **({"retention": retention} if retention else {}),
+        **({"evaluated": evaluated} if evaluated else {}),
     }
     crumbs = (Crumb("Models", "/models"), Crumb(version.name, model_link(version.name)), Crumb(ref, model_link(ref)))
     path = model_link(parts["ref"])
@@ -113,6 +101,9 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "page_link": with_query(path, query, page=None),
             "stored_link": with_query(path, query, stored=1),
             "stored_reason": stored_reason,
+            "evaluated_link": with_query(path, query, evaluated=1),
+            "evaluated_counts": evaluated_counts,
+            "evaluated_fault": evaluated_fault,
             "diff": _diff(site, version),
             "query": query,
             "retention_fault": retention_fault,
@@ -122,6 +113,28 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "restore_python": site.python("models.restore", ref),
         },
     )
+
+
+def _version_panels(site: Site, version: ModelVersion, stored: dict[str, Any] | None) -> dict[str, Panel]:
+    """Return the panels of the facts of a version, of its stored size and of its signatures."""
+    repository, ref = site.repo.repository, str(version)
+    return {
+        "version": Panel(
+            show_facts(repository, version),
+            site.command("models", "show", ref, "--json"),
+            site.python("models.describe", ref),
+        ),
+        "stored": Panel(
+            stored,
+            site.command("models", "show", ref, "--stored", "--json"),
+            f"{site.python('models.stored_size', ref)}.to_dict()",
+        ),
+        "signatures": Panel(
+            list_signers(repository, Resolved("models", version.name, version.version)),
+            site.command("models", "show", ref, "--signers", "--json"),
+            site.python("models.signers", ref),
+        ),
+    }
 
 
 def _problems(site: Site, version: ModelVersion, state: NameState) -> list[Problem]:
@@ -159,6 +172,29 @@ def _stored(site: Site, version: ModelVersion, query: Query) -> tuple[dict[str, 
         return measure_stored_size(site.repo.repository.objects, version.tensors).to_dict(), None
     except DatasvcError as error:
         return None, f"The tensor table cannot be read: {error}"
+
+
+def _evaluated(site: Site, ref: str, query: Query) -> tuple[Panel | None, Mapping[str, tuple[int, int]], str | None]:
+    """Return the first evaluation samples in the training data, and counts of all, on request; or why there are none.
+
+    See `count_evaluated`.
+    """
+    if query.text("evaluated") is None:
+        return None, {}, None
+    try:
+        found, counts = site.overlaps.get(
+            ref,
+            _MAX_EVALUATED,
+            what=f"what of its evaluation {ref} was trained on",
+            command=f"datasvc models evaluated {ref}",
+            # The digests that are compared are those of a version, which never changes, and of its data but for a
+            # purge.
+            at=site.splits.last_redaction(site.repo.repository),
+        )
+    except (ConfigError, NotFoundError, UnavailableError) as error:
+        return None, {}, str(error)
+    command = site.command("models", "evaluated", ref, "--json")
+    return Panel(found.to_json(), command, f"{site.python('models.find_evaluated', ref)}.to_json()"), counts, None
 
 
 def _diff(site: Site, version: ModelVersion) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from datasvc.ledger.audit import find_ledgers
+from datasvc.ledger.signals import list_signals
 from datasvc.runs import RunHistory, RunSummary, list_runs
 from datasvc.ui.pages.audit import audit_current_epoch, find_ledger_of
 from datasvc.ui.pages.histogram_charts import CHART_WIDTH
@@ -137,6 +138,11 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
                 history.to_dict(),
                 site.command("runs", "show", run.ref, "--json"),
                 site.python("runs.read", run.ref),
+            ),
+            "signals": Panel(
+                list_signals(site.repo.repository, run.ref),
+                site.command("runs", "signal", run.ref, "--json"),
+                site.python("runs.signals", run.ref),
             ),
             **audited,
         },

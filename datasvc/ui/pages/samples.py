@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.shards.format.schema import KEY
+from datasvc.shards.images.thumbnail_cache import image_name, make_thumbnail
 from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.query import quote_text
 from datasvc.shards.query.sample_details import details_of
@@ -16,9 +19,9 @@ from datasvc.shards.query.sample_page import PAGE_SAMPLES, SamplePage, find_key,
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.labels import CLASS, with_class
+from datasvc.shards.views.reference import name_exactly
 from datasvc.sql_sandbox import warm
 from datasvc.ui.pages.histogram_charts import Selection, describe_counted, list_sample_columns, sample_cell
-from datasvc.ui.thumbnails import make_thumbnail
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.seen_faults import Failures
@@ -31,39 +34,30 @@ _MAX_CSV_SAMPLES = 100_000
 _MAX_DUPLICATE_SHARDS = 64  # that are searched before a reader asks for all of them
 
 
+class _Found(NamedTuple):
+    """The samples that an address selects; `problems` says why there are none. `key`: only the sample of this key."""
+
+    page: SamplePage
+    key: str | None
+    max_samples: int
+    problems: Sequence[Problem]
+
+
 def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return a page of samples; `where`, `order`, `start` and `key` in the address select among them.
 
     Images are shown as pictures, with `view=table` as a table, as all other samples.
     """
     dataset = site.splits.version(site.repo.repository, parts["ref"])
-    ref, split = str(dataset.resolved), parts["split"]
+    split = parts["split"]
+    ref = name_exactly(dataset, [split])
     samples = site.splits.samples(dataset, split)
-    where, order, key = query.text("where"), query.text("order"), query.text("key")
     warm()  # a condition probably follows
-    start = query.number("start", 0)
-    problems: list[Problem] = []
-    count = PAGE_SAMPLES
-    if (text := query.text("find")) is not None:
-        where = Selection(where, lambda joined: joined or "").added(_contains(samples.split, text))
-    page = None
-    try:
-        if key is not None:
-            # The page of this one sample: another filter does not apply.
-            where, order, start, count = None, None, find_key(samples, key), 1
-    except NotFoundError as error:
-        problems.append(Problem(str(error), severity="warning"))
-        page = no_page(samples)
-    try:
-        page = page or page_of(samples, where=where, order=order, start=start, count=count)
-    except ConfigError as error:
-        # Show the message above the box, so that a mistyped condition can be corrected, and no samples: others than
-        # those that were asked for would be taken for them.
-        problems.append(Problem(str(error)))
-        page = no_page(samples, where=where, order=order)
-    if query.text("format") is not None and not problems:
+    found = _find(samples, query)
+    page = found.page
+    if query.text("format") is not None and not found.problems:
         query.choice("format", ("csv",))
-        return _csv(page_of(samples, where=where, order=order, count=_MAX_CSV_SAMPLES, max_shards=None))
+        return _csv(page_of(samples, where=page.where, order=page.order, count=_MAX_CSV_SAMPLES, max_shards=None))
     view = query.choice("view", ("pictures", "table")) if samples.image_columns else "table"
     failures = Failures(site.faults, samples_link(ref, split))
     # Not in the address of samples without images: there is no other view.
@@ -75,41 +69,25 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     columns = []
     if view == "table":
         columns = list_sample_columns(site, dataset, samples.split, page.where, link, failures)
-    options = {
-        "--split": split,
-        "--where": page.where,
-        "--order": page.order,
-        "--start": str(start) if start else None,
-        "-n": None if count == PAGE_SAMPLES else str(count),
-    }
-    python = {
-        "where": page.where,
-        "order": page.order,
-        "start": start or None,
-        "count": None if count == PAGE_SAMPLES else count,
-    }
     return Page(
         template="samples.html",
-        title=f"{ref} {split}",
+        title=_title(samples.split),
         section="datasets",
-        crumbs=_crumbs(ref, split),
-        problems=(*problems, *failures.problems()),
-        panels={
-            "samples": Panel(
-                page.to_json(),
-                site.command("samples", ref, "--json", options=options),
-                site.python("datasets.samples", ref, split, **python),
-            )
-        },
+        crumbs=_crumbs(ref, samples.split),
+        problems=(*found.problems, *failures.problems()),
+        panels={"samples": _samples_panel(site, ref, split, found)},
         view={
             "site": site,
             "ref": ref,
+            "version": str(dataset.resolved),
             "split": split,
+            "view_of": samples.split.table.view,
+            "is_weighted": bool(samples.split.table.weights),
             "splits": list(dataset),
             "found": page,
-            "where": where or "",
-            "order": order or "",
-            "key": key or "",
+            "where": page.where or "",
+            "order": page.order or "",
+            "key": found.key or "",
             "image_columns": samples.image_columns,
             "columns": list_columns(samples.split),
             "table_columns": columns,
@@ -121,8 +99,45 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "view": view,
             "this": link(page.where),
             "csv_link": samples_link(ref, split, where=page.where, order=page.order, format="csv"),
-            "text": text or "",
+            "text": query.text("find") or "",
         },
+    )
+
+
+def _find(samples: NumberedSamples, query: Query) -> _Found:
+    """Return the samples that an address selects by `key`, or by `where`, `find`, `order` and `start`."""
+    if (key := query.text("key")) is not None:
+        # The page of this one sample: another filter does not apply.
+        try:
+            return _Found(page_of(samples, start=find_key(samples, key), count=1), key, 1, ())
+        except NotFoundError as error:
+            return _Found(no_page(samples), key, PAGE_SAMPLES, [Problem(str(error), severity="warning")])
+    where, order, start = query.text("where"), query.text("order"), query.number("start", 0)
+    if (text := query.text("find")) is not None:
+        where = Selection(where, lambda joined: joined or "").added(_contains(samples.split, text))
+    try:
+        page = page_of(samples, where=where, order=order, start=start)
+    except ConfigError as error:
+        # Show the message above the box, so that a mistyped condition can be corrected, and no samples: others than
+        # those that were asked for would be taken for them.
+        return _Found(no_page(samples, where=where, order=order), None, PAGE_SAMPLES, [Problem(str(error))])
+    return _Found(page, None, PAGE_SAMPLES, ())
+
+
+def _samples_panel(site: Site, ref: str, split: str, found: _Found) -> Panel:
+    page, count = found.page, None if found.max_samples == PAGE_SAMPLES else found.max_samples
+    options = {
+        "--split": split,
+        "--where": page.where,
+        "--order": page.order,
+        "--start": str(page.start) if page.start else None,
+        "-n": None if count is None else str(count),
+    }
+    python = {"where": page.where, "order": page.order, "start": page.start or None, "count": count}
+    return Panel(
+        page.to_json(),
+        site.command("samples", ref, "--json", options=options),
+        site.python("datasets.samples", ref, split, **python),
     )
 
 
@@ -157,7 +172,8 @@ def _csv(page: SamplePage) -> RawResponse:
 def load_sample(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return one sample; `all` searches all shards for duplicates, and `models` the models trained on it."""
     dataset = site.splits.version(site.repo.repository, parts["ref"])
-    ref, split, number = str(dataset.resolved), parts["split"], _position(parts)
+    split, number = parts["split"], _position(parts)
+    ref = name_exactly(dataset, [split])
     samples = site.splits.samples(dataset, split)
     max_shards = _MAX_DUPLICATE_SHARDS if query.text("all") is None else None
     found = details_of(dataset, samples, number, max_shards=max_shards)
@@ -182,14 +198,16 @@ def load_sample(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     here = sample_link(ref, split, number)
     return Page(
         template="sample.html",
-        title=f"{key}: {ref}",
+        title=f"{key}: {dataset.resolved}",
         section="datasets",
-        crumbs=(*_crumbs(ref, split), Crumb(key, here)),
+        crumbs=(*_crumbs(ref, samples.split), Crumb(key, here)),
         panels=panels,
         view={
             "site": site,
             "ref": ref,
+            "version": str(dataset.resolved),
             "split": split,
+            "is_view": samples.split.table.view is not None,
             "number": number,
             "found": found,
             "here": here,
@@ -209,22 +227,18 @@ def load_image(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         raise NotFoundError(f"{dataset.resolved}/{parts['split']} has no images in a column {column!r}")
     if query.text("full") is not None:
         # Encoded again, as a thumbnail is: a browser gets no bytes of a data set as they are.
-        content = make_thumbnail(samples.blob(number, column), _MAX_FULL_SIDE)
-        return RawResponse(content, "image/jpeg", is_immutable=parts["ref"] == str(dataset.resolved))
-    content = site.thumbnails.get(_image_name(samples, number, column), lambda: samples.blob(number, column))
+        # A browser does not keep it: a purge may remove the sample.
+        return RawResponse(make_thumbnail(samples.blob(number, column), _MAX_FULL_SIDE), "image/jpeg")
     # A version never changes, but a tag in the address may move.
-    return RawResponse(content, "image/jpeg", is_immutable=parts["ref"] == str(dataset.resolved))
+    is_immutable = parts["ref"] == name_exactly(dataset, [samples.split.name])
+    content = site.thumbnails.get(_image_name(samples, number, column), lambda: samples.blob(number, column))
+    return RawResponse(content, "image/jpeg", is_immutable=is_immutable)
 
 
 def _image_name(samples: NumberedSamples, number: int, column: str) -> str:
-    """Return what identifies an encoded image for ever: the repository, digests of index and shard, row and column.
-
-    Pages read parts of shards and compare them with the sample index, not with the digest of the shard. Another
-    repository may have made an index of its own for a shard of this one, and must not replace its pictures.
-    """
     shard, row = samples.locate(number)
-    table, url = samples.split.table, samples.split.repository.storage.url
-    return f"{url} {table.index(shard)} {table.shard(shard).digest} {row} {column}"
+    table = samples.split.table
+    return image_name(samples.split.repository, table.index(shard), table.shard(shard).digest, row, column)
 
 
 def _position(parts: Parts) -> int:
@@ -234,9 +248,15 @@ def _position(parts: Parts) -> int:
     return int(text)
 
 
-def _crumbs(ref: str, split: str) -> tuple[Crumb, ...]:
+def _title(split: Split) -> str:
+    """Return version and split; of a view also how its samples were chosen."""
+    view = split.table.view
+    return f"{split.dataset} {split.name}" if view is None else f"{split.dataset} {split.name}: {view}"
+
+
+def _crumbs(ref: str, split: Split) -> tuple[Crumb, ...]:
     return (
         Crumb("Data sets", "/datasets"),
-        Crumb(ref, dataset_link(ref)),
-        Crumb(split, samples_link(ref, split)),
+        Crumb(split.dataset, dataset_link(split.dataset)),
+        Crumb(split.name if split.table.view is None else "view", samples_link(ref, split.name)),
     )

@@ -12,7 +12,7 @@ from datasvc.models.provenance.lineage import read_lineage
 from datasvc.models.registry.registry import ModelVersion, describe_model
 from datasvc.models.search.query import find_versions
 from datasvc.models.tensors.tensor_table import TensorRecord, read_table
-from datasvc.models.transfer.reachable import reachable_objects
+from datasvc.models.transfer.copying import reachable_objects
 from datasvc.models.versions.artefacts import artefacts
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved
 from datasvc.repository.logs.references import check_name

@@ -39,6 +39,21 @@ def diff_link(old: str, new: str) -> str:
     return _address("diff", old, new)
 
 
+def batch_link(run: str, **query: object) -> str:
+    """Return the address of the batch of a `step` of a run, NAME/ID; `rank` selects the part of a data rank."""
+    return _address("runs", *run.split("/"), "batch", query=query)
+
+
+def batch_image_link(run: str, index: int, **query: object) -> str:
+    """Return the address of the thumbnail of a sample of a batch, see `batch_link`."""
+    return _address("runs", *run.split("/"), "batch", "image", str(index), query=query)
+
+
+def certificate_link(name: str, digest: str) -> str:
+    """Return the address of the certificate of a purge of a data set."""
+    return _address("datasets", name, "certificates", digest)
+
+
 def model_link(ref: str, **query: object) -> str:
     """Return the address of the page of a model version, or of a model."""
     return _address("models", ref, query=query)
@@ -62,6 +77,11 @@ def runs_link(**query: object) -> str:
 def run_link(name: str, run_id: str) -> str:
     """Return the address of a training run."""
     return _address("runs", name, run_id)
+
+
+def signal_link(run: str, signal: str) -> str:
+    """Return the address of a signal of a run, NAME/ID."""
+    return _address("runs", *run.split("/"), "signals", signal)
 
 
 def cluster_link(**query: object) -> str:

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.planning.cost import format_money
-from datasvc.printable import count_text, escape_controls
+from datasvc.printable import count_text, escape_controls, text_value
 from datasvc.sizes import format_size
 from datasvc.ui.web import links
 from datasvc.ui.web.page import Page, Problem
@@ -53,6 +53,7 @@ def make_environment() -> Environment:
         "metric": metric,
         "money": format_money,
         "number": number,
+        "exact": text_value,
         "part": show_part,
         "size": size,
         "words": words,
@@ -125,7 +126,7 @@ def count(value: int, one: str, many: str | None = None) -> str:
 
 
 def metric(value: object) -> str:
-    """Return a value of a metric or a setting as short text."""
+    """Return a value of a metric as short text. A setting is shown as it was given: see the filter `exact`."""
     if isinstance(value, bool) or not isinstance(value, float):
         return json_text(value) if isinstance(value, (dict, list, bool)) or value is None else str(value)
     return f"{value:.4g}"

@@ -6,18 +6,19 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from datasvc.api import DataRepository
+from datasvc.models.provenance.evaluated import EvaluationOverlap
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
-from datasvc.ui.caches import MeasuredChanges, RecentResults, RecentRuns, RunCache, SplitCache
+from datasvc.shards.images.thumbnail_cache import DEFAULT_FOLDER, ThumbnailCache
+from datasvc.ui.caches import MeasuredChanges, RecentResults, RecentRuns, RunCache, SeparateResults, SplitCache
 from datasvc.ui.settings import UiSettings
-from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.node_monitor import NodeMonitor
 from datasvc.ui.web.page import Page, Parts, Query, RawResponse
 from datasvc.ui.web.seen_faults import SeenFaults
+from datasvc.views.replayed import ReplaySheet
 
 
 class Site:
@@ -34,6 +35,8 @@ class Site:
         runs: logs of the runs that readers follow.
         recent_runs: the newest runs, which Home follows.
         changes: comparisons of model versions with the change of each tensor.
+        batches: replayed batches.
+        overlaps: evaluation samples in the training data of model versions, see `count_evaluated`.
         owners: shards that each node owns, by version of a data set, URLs of the nodes, and those that fail.
         faults: corrupt and missing objects that pages have met.
         nodes: status and history of the nodes.
@@ -49,6 +52,12 @@ class Site:
         self.runs = RunCache()
         self.recent_runs = RecentRuns()
         self.changes = MeasuredChanges(settings.repository)
+        self.batches: SeparateResults[ReplaySheet] = SeparateResults(
+            settings.repository, "datasvc.views.replayed:make_sheet"
+        )
+        self.overlaps: SeparateResults[tuple[EvaluationOverlap, dict[str, tuple[int, int]]]] = SeparateResults(
+            settings.repository, "datasvc.models.provenance.evaluated:count_evaluated"
+        )
         self.nodes = NodeMonitor(settings.nodes, token=settings.node_token)
         self._repo: DataRepository | None = None
 
@@ -66,7 +75,7 @@ class Site:
     @cached_property
     def thumbnails(self) -> ThumbnailCache:
         """The cache of thumbnails."""
-        return ThumbnailCache(self.settings.thumbnails or Path.home() / ".cache" / "datasvc" / "thumbnails")
+        return ThumbnailCache(self.settings.thumbnails or DEFAULT_FOLDER)
 
     def first_dataset(self) -> str | None:
         """Return the name of the first data set of which not all versions are removed; None if there is none."""

@@ -13,10 +13,10 @@ from datasvc.errors import ConfigError
 from datasvc.extras import how_to_install
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, Framework, ImageBackend
 from datasvc.loaders.decode.cpu import CpuBackend
-from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.gpu.dali import Graph
 from datasvc.loaders.decode.gpu.gpu import GpuBackend
 from datasvc.loaders.decode.gpu.upload import ColourBackend, UploadBackend
+from datasvc.loaders.decode.pixels import import_codec
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 
 ON_GPU: Final[Sequence[Backend]] = ("gpu-window", "gpu-whole")

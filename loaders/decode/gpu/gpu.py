@@ -20,10 +20,9 @@ from datasvc.loaders.augment.device_colour import change_colours, plan_passes
 from datasvc.loaders.augment.edits import Edit
 from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
-from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.gpu.dali import BACKENDS, DaliPipeline, Graph, device_errors
 from datasvc.loaders.decode.gpu.device_stream import place
-from datasvc.loaders.decode.pixels import PixelFormat
+from datasvc.loaders.decode.pixels import PixelFormat, import_codec
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.printable import count_text
 from datasvc.shards.images.header import is_plain_jpeg

@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.cache.catalogue.files import Files
-from datasvc.cache.catalogue.lease import Lease
-from datasvc.cache.catalogue.object_locks import ObjectLocks
+from datasvc.cache.catalogue.object_locks import Lease, ObjectLocks
 from datasvc.cache.catalogue.quotas import NO_QUOTA, Quota
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT
 from datasvc.cache.catalogue.recovery import open_catalogue

@@ -1,19 +1,25 @@
-"""Holds are locks of the kernel: they end with their holder, and nobody seizes what is held."""
+"""Holds are locks of the kernel, which end with their holder; one is the lock of the catalogue, in containers too."""
 
 import errno
+import fcntl
 import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.catalogue.object_locks import ObjectLocks, TransactionLock
+from datasvc.cache.catalogue import object_locks
+from datasvc.cache.catalogue.object_locks import SETLK, Lease, ObjectLocks, TransactionLock, is_held, sweep
+from datasvc.durable import TEMPORARY_PREFIX
 from datasvc.errors import CacheFullError, ConfigError, UnavailableError
 from datasvc.repository.objects.objects import digest_of
-from tests.cache.processes import are_there, hold_in_a_process, in_a_fork, kill, object_path, start_python
+from tests.cache.crash_steps import check
+from tests.cache.processes import ROOT, are_there, hold_in_a_process, in_a_fork, kill, object_path, start_python
 from tests.support.threads import waits_in
 
 ONE, OTHER = digest_of(b"one"), digest_of(b"other")
@@ -236,3 +242,180 @@ def test_a_process_that_may_open_no_more_files_gets_advice(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     holds.acquire(digest_of(b"x"))
     holds.close()
+
+
+CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+# Reads, fetches and evicts, and prints a line after each round.
+USER = """
+import os, random, sys
+from datasvc.cache import Cache
+from datasvc.repository import ObjectInfo, Repository
+folder, url, seed, rounds, *digests = sys.argv[1:]
+assert os.getpid() == 1
+chosen, repository = random.Random(seed), Repository.open(url)
+contents = {digest: repository.objects.read(digest) for digest in digests}
+with Cache(folder) as cache:
+    for _ in range(int(rounds)):
+        for digest in chosen.sample(digests, 4):
+            path, _ = cache.acquire(ObjectInfo(digest, 4096), repository)
+            assert path.read_bytes() == contents[digest]
+            cache.release(digest)
+        status = cache.status()
+        assert status.resident_bytes + status.reserved_bytes <= status.budget_bytes
+        print("round", flush=True)
+"""
+
+# Has the catalogue open with LMDB's own locks until its standard input ends.
+EARLIER_VERSION = """
+import lmdb, sys
+with lmdb.open(sys.argv[1], max_dbs=8) as env, env.begin():
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+def can_unshare():
+    try:
+        return subprocess.run([*CONTAINER, "true"], check=False, stderr=subprocess.DEVNULL).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_unshare(), reason="unshare cannot create PID namespaces here")
+def test_containers_with_equal_process_ids_share_a_cache_and_one_is_killed(cache, origin):
+    repository, infos = origin
+
+    def start(seed, rounds):
+        words = [cache.folder, repository.url, seed, rounds, *(info.digest for info in infos)]
+        command = [*CONTAINER, sys.executable, "-c", USER, *map(str, words)]
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+
+    lasting, killed = [start(seed, 15) for seed in range(2)], start(2, 10**6)
+    assert [killed.stdout.readline() for _ in range(3)] == ["round\n"] * 3
+    kill(killed)
+    assert [(each.communicate()[0], each.returncode) for each in lasting] == [("round\n" * 15, 0)] * 2
+    cache.close()
+    check(cache.folder, repository, infos[:8])
+
+
+def test_no_earlier_version_opens_the_catalogue_beside_this_one(cache):
+    catalogue = cache.folder / "catalogue"
+    command = [sys.executable, "-c", EARLIER_VERSION, str(catalogue)]
+    refused = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert "LockError" in refused.stderr
+    cache.close()
+    process = start_python(EARLIER_VERSION, catalogue)
+    assert process.stdout.readline() == "open\n"
+    with pytest.raises(UnavailableError, match="a process of an earlier version"):
+        Cache(cache.folder)
+    kill(process)
+    Cache(cache.folder).close()
+
+
+def test_no_reader_begins_while_a_writer_waits(tmp_path):
+    (tmp_path / "catalogue").mkdir()
+    reader, writer, probe = (TransactionLock(tmp_path / "catalogue" / "lock.mdb") for _ in range(3))
+    written = threading.Event()
+
+    def write():
+        with writer.exclusive():
+            written.set()
+
+    with reader.shared():
+        assert can_read(probe)
+        thread = threading.Thread(target=write)
+        thread.start()
+        while can_read(probe):  # until the writer waits; the time limit of the test ends what never does
+            pass
+        assert not written.is_set()
+    thread.join()
+    assert written.is_set()
+    assert can_read(probe)
+    for lock in (reader, writer, probe):
+        lock.close()
+
+
+def test_a_transaction_inside_of_another_is_refused_and_a_close_inside_ends_it(tmp_path):
+    (tmp_path / "catalogue").mkdir()
+    lock, other = (TransactionLock(tmp_path / "catalogue" / "lock.mdb") for _ in range(2))
+    with lock.exclusive():
+        with pytest.raises(UnavailableError, match="has not ended in this thread"), lock.shared():
+            pass
+        assert not can_read(other)
+        lock.close()
+        assert can_read(other)
+    with pytest.raises(UnavailableError, match="was closed"), lock.shared():
+        pass
+    other.close()
+
+
+def can_read(lock):
+    """Return whether a reader could begin without waiting; it ends at once."""
+    try:
+        fcntl.fcntl(lock._descriptor, SETLK, object_locks._READ)
+    except BlockingIOError:
+        return False
+    fcntl.fcntl(lock._descriptor, SETLK, object_locks._UNLOCK)
+    return True
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_parent(cache):
+    descriptor = cache._opened.catalogue._lock._descriptor
+    with cache._opened.catalogue._lock.exclusive():
+        assert in_a_fork(lambda: is_open(descriptor)) == "False"
+
+
+def is_open(descriptor):
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_lease_is_held_until_closed(tmp_path):
+    lease = Lease(tmp_path)
+    assert is_held(tmp_path, lease.id)
+    lease.close()
+    lease.close()
+    assert not is_held(tmp_path, lease.id)
+    assert os.listdir(tmp_path) == []
+
+
+def lease_in_a_process(folder):
+    code = "import sys, pathlib; from datasvc.cache.catalogue.object_locks import Lease\n"
+    code += "lease = Lease(pathlib.Path(sys.argv[1])); print(lease.id, flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, folder], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    return process, process.stdout.readline().strip()
+
+
+def test_the_kernel_drops_the_lease_of_a_killed_process(tmp_path):
+    process, lease_id = lease_in_a_process(tmp_path)
+    assert is_held(tmp_path, lease_id)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not is_held(tmp_path, lease_id)
+
+
+def test_a_sweep_removes_dead_leases_and_no_living_one(tmp_path):
+    process, dead = lease_in_a_process(tmp_path)
+    process.kill()
+    process.communicate()
+    lease = Lease(tmp_path)
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == [lease.id] != [dead]
+    lease.close()
+
+
+def test_a_folder_that_cannot_hold_leases_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot lock a file in"):
+        Lease(tmp_path / "missing")
+
+
+def test_what_a_process_killed_while_it_took_a_lease_left_is_swept(tmp_path):
+    (tmp_path / f"{TEMPORARY_PREFIX}7-abc").touch()
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []

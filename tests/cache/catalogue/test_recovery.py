@@ -14,14 +14,7 @@ from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.records import UNVERIFIED
 from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.errors import ConfigError, CorruptDataError
-from tests.cache.processes import (
-    ROOT,
-    die_while_fetching,
-    disk_bytes,
-    hold_in_a_process,
-    kill,
-    object_path,
-)
+from tests.cache.processes import ROOT, die_while_fetching, disk_bytes, hold_in_a_process, kill, object_path
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import RESERVED, UNVERIFIED, footprint
-from datasvc.cache.sources.range_requests import PART_BYTES
+from datasvc.cache.sources.origin_source import PART_BYTES
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.order import NextUse
 from tests.cache.processes import die_while_fetching, disk_bytes, object_path, run_python
@@ -282,7 +282,7 @@ def test_a_cache_that_a_disk_refuses_to_write_says_so(cache, origin, monkeypatch
 DIES_HALF_WAY = """
 import os, signal, sys, time
 from datasvc.cache import Cache
-from datasvc.cache.sources.range_requests import ReceivedParts
+from datasvc.cache.sources.origin_source import ReceivedParts
 from datasvc.repository import ObjectInfo, Repository
 repository = Repository.open(sys.argv[2])
 real = ReceivedParts.add

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
-from datasvc.cache.sources.origin_source import OriginSource, RequestPool
-from datasvc.cache.sources.range_requests import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.origin_source import PART_BYTES, OriginSource, ReceivedParts, RequestPool
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS
 from datasvc.repository import ObjectInfo, Repository
@@ -248,7 +247,7 @@ def test_bytes_that_were_lost_behind_their_note_count_against_no_source(incoming
 STALLING = """
 import os, sys, threading
 from pathlib import Path
-from datasvc.cache.sources.range_requests import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.origin_source import PART_BYTES, ReceivedParts
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.progress import Progress

@@ -17,7 +17,7 @@ from datasvc.cache.peers.membership import FixedMembership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.peers.placement import rank_nodes
-from datasvc.cache.sources.range_requests import PART_BYTES
+from datasvc.cache.sources.origin_source import PART_BYTES
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects.objects import digest_of

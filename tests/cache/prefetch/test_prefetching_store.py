@@ -1,4 +1,4 @@
-"""A job's shards, fetched ahead in a process beside it and evicted by when they are needed again."""
+"""A job's shards, fetched ahead in a process beside it, and single samples of shards that are not here yet."""
 
 import os
 import select
@@ -18,12 +18,12 @@ from datasvc.cache import Cache
 from datasvc.cache.catalogue.next_use import UseTimeline
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.job import CacheJob
-from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
+from datasvc.cache.prefetch.prefetching_store import PartialShardReader, PrefetchingShardStore
 from datasvc.cache.prefetch.stager import JobPrefetcher, StagerJob
-from datasvc.errors import CorruptDataError
+from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import AccessOrder, OrderConfig
-from datasvc.repository import Objects
+from datasvc.repository import Objects, Repository
 from datasvc.shards import ShardRequest, ingest, open_dataset
 from tests.samples import write_folder
 from tests.shards.versions.shard_store_laws import ShardStoreLaws
@@ -305,3 +305,100 @@ def test_a_job_whose_stager_was_killed_reads_all_samples(tmp_path, split):
             shards.open_shard(info)
         shards.close()
         assert resident(cache, split) == set(range(len(infos)))
+
+
+class Counting:
+    """Objects of a repository that count what is read by range, and may fail or flip a byte."""
+
+    def __init__(self, objects):
+        self._objects = objects
+        self.num_bytes = 0
+        self.fails = self.flips = False
+
+    def __getattr__(self, name):
+        return getattr(self._objects, name)
+
+    def read_range(self, digest, offset, length):
+        if self.fails:
+            raise UnavailableError("gone")
+        self.num_bytes += length
+        content = self._objects.read_range(digest, offset, length)
+        return bytes([content[0] ^ 1]) + content[1:] if self.flips else content
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    folder = write_folder(tmp_path_factory.mktemp("source") / "pets", {"train": {"a": 60, "b": 60}})
+    repository = Repository.create(str(tmp_path_factory.mktemp("repository") / "repo"))
+    ingest(repository, str(folder), "pets", shard_bytes=8192)
+    return open_dataset(repository, "pets@1")["train"]
+
+
+def ignore(_name, _number):
+    pass
+
+
+def wanted(stored, shard, rows):
+    return ShardRequest(stored.table.shard(shard), stored.table.index(shard), np.array(rows))
+
+
+def blobs(shard, rows):
+    return [bytes(view) for view in shard.blobs("image", np.array(rows))]
+
+
+def test_samples_of_several_shards_come_without_their_shards(stored):
+    objects = Counting(stored.repository.objects)
+    counted = Counter()
+    early = PartialShardReader(objects, 1 << 40, count=lambda name, number: counted.update({name: number}))
+    found = early.read([wanted(stored, 0, [1, 0]), wanted(stored, 2, [2])])
+    for shard, rows in ((0, [1, 0]), (2, [2])):
+        info = stored.table.shard(shard)
+        assert blobs(found[info.digest], rows) == blobs(stored.origin.open_shard(info), rows)
+    before = objects.num_bytes
+    assert counted == {"early_bytes": before, "origin_bytes": before}
+    early.read([wanted(stored, 0, [0])])
+    assert objects.num_bytes == before  # what is there is not read again
+
+
+def test_no_more_is_read_than_the_share_of_the_rank(stored):
+    objects = Counting(stored.repository.objects)
+    split_bytes = 50 * stored.table.size_bytes  # two per cent of it are this stored
+    assert PartialShardReader(objects, split_bytes, count=ignore).read([wanted(stored, 0, [0])])
+    read = objects.num_bytes
+    early = PartialShardReader(objects, split_bytes, num_ranks=stored.table.size_bytes // read, count=ignore)
+    assert early.read([wanted(stored, 0, [0])])
+    assert early.read([wanted(stored, 1, [0])]) == {}
+    assert objects.num_bytes == 2 * read
+
+
+@pytest.mark.parametrize("fault", ["fails", "flips"])
+def test_what_cannot_be_read_or_is_wrong_is_left_to_the_whole_shard(stored, fault):
+    objects = Counting(stored.repository.objects)
+    setattr(objects, fault, True)
+    early = PartialShardReader(objects, 1 << 40, count=ignore)
+    assert early.read([wanted(stored, 0, [0])]) == {}
+    setattr(objects, fault, False)
+    assert early.read([wanted(stored, 0, [0])]) == {}  # and nothing is tried again
+
+
+def test_a_shard_without_an_index_is_waited_for(stored):
+    early = PartialShardReader(stored.repository.objects, 1 << 40, count=ignore)
+    assert early.read([ShardRequest(stored.table.shard(0), None, np.array([0]))]) == {}
+
+
+@pytest.mark.parametrize("config", [OrderConfig(seed=1), OrderConfig(seed=1, shuffle="windowed", lanes=2, block=8)])
+def test_a_cold_start_serves_the_same_batches_as_the_origin(tmp_path, stored, config):
+    def served(store):
+        batches = SampleBatches(
+            stored, store, config, batch_size=5, rank=0, world_size=1, tail="short", blob="image", columns=("label",)
+        )
+        for _, batch in zip(range(2 * -(-len(stored) // 5)), batches.stream(Cursor(0, 0)), strict=False):
+            yield [bytes(blob) for blob in batch.blobs], batch.columns["label"].tolist()
+            batches.retire(batch)
+        batches.close()
+
+    with Cache(tmp_path / "cache", budget="10MB") as cache:
+        shards = PrefetchingShardStore(cache, stored, config)
+        assert list(served(shards)) == list(served(stored.origin))
+        shards.close()
+        assert cache.counters()["misses"] <= stored.table.num_shards

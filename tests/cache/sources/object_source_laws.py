@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from datasvc.cache.sources.range_requests import PART_BYTES
+from datasvc.cache.sources.origin_source import PART_BYTES
 from datasvc.errors import NotFoundError
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects.objects import digest_of

@@ -1,12 +1,22 @@
 """The origin as a source: many ranges at once, bounded, tried again, and quiet once it has returned."""
 
+import os
 import threading
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from datasvc.cache.sources.origin_source import OriginSource, RequestPool
-from datasvc.cache.sources.range_requests import PART_BYTES
+from datasvc.cache.sources.origin_source import (
+    GATHERED_PARTS,
+    PART_BYTES,
+    STREAMED_PARTS,
+    OriginSource,
+    RangeRequests,
+    ReceivedParts,
+    RequestPool,
+)
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects, Storage
 from datasvc.repository.objects.objects import digest_of
@@ -197,3 +207,113 @@ def test_closing_the_pool_ends_who_waits(requests):
     assert "closed" in str(raised[0])
     with pytest.raises(UnavailableError, match="closed"):
         source(MemoryOrigin(), pool).stream(INFO, 0, len(CONTENT), Written())
+
+
+def parts_of(spans, share):
+    """The lengths in parts of all ranges that are left."""
+    found = []
+    while (span := spans.take(share)) is not None:
+        assert not found or span[0] == found[-1][1]
+        found.append(span)
+    return [-(-(stop - start) // PART_BYTES) for start, stop in found]
+
+
+def spans(num_bytes, most_parts=GATHERED_PARTS):
+    return RangeRequests(0, num_bytes, most_parts)
+
+
+def test_requests_are_long_where_objects_share_them_and_short_where_one_has_them_all():
+    assert parts_of(spans(17 * PART_BYTES - 1), 16) == [1] * 17
+    long = parts_of(spans(200 * PART_BYTES), 16)
+    assert long == sorted(long, reverse=True)
+    assert (long[0], long[-16:]) == (4, [1] * 16)
+    assert parts_of(spans(16 * PART_BYTES), 1) == [4] * 4
+    assert parts_of(spans(5 * PART_BYTES), 1) == [3, 2]
+    assert parts_of(spans(1), 1) == [1]
+    assert parts_of(RangeRequests(7, 7, GATHERED_PARTS), 1) == []
+
+
+def test_a_stream_that_is_the_only_one_of_its_object_is_longer():
+    assert parts_of(spans(16 * PART_BYTES, STREAMED_PARTS), 1) == [16]
+    assert parts_of(spans(20 * PART_BYTES, STREAMED_PARTS), 1) == [10, 10]
+    assert parts_of(spans(200 * PART_BYTES, STREAMED_PARTS), 16) == parts_of(spans(200 * PART_BYTES), 16)
+
+
+@given(
+    st.integers(0, 40 * PART_BYTES),
+    st.integers(0, 40 * PART_BYTES),
+    st.sampled_from([GATHERED_PARTS, STREAMED_PARTS]),
+    st.lists(st.integers(1, 16), min_size=1),
+)
+def test_each_byte_of_a_range_is_requested_once_by_several_threads(start, length, most_parts, shares):
+    spans, stop, found = RangeRequests(start, start + length, most_parts), start + length, []
+    while (span := spans.take(shares[len(found) % len(shares)])) is not None:
+        found.append(span)
+    edges = [start, *(end for _, end in found)]
+    assert [begin for begin, _ in found] == edges[:-1]
+    assert edges[-1] == stop
+    assert all(begin < end and (end % PART_BYTES == 0 or end == stop) for begin, end in found)
+    assert all(end - begin <= most_parts * PART_BYTES for begin, end in found)
+
+
+SIZE = 9 * PART_BYTES + 1
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "x.parts"
+
+
+def test_what_was_noted_is_there_after_a_restart(path):
+    with ReceivedParts(path, SIZE) as parts:
+        assert (parts.num_parts, parts.arrived) == (10, frozenset())
+        for number in (3, 0, 9):
+            parts.add(number)
+    with ReceivedParts(path, SIZE) as parts:
+        assert parts.arrived == {0, 3, 9}
+        parts.clear()
+        parts.add(1)
+    with ReceivedParts(path, SIZE) as parts:
+        assert parts.arrived == {1}
+
+
+def test_the_note_of_an_object_of_another_size_is_dropped(path):
+    with ReceivedParts(path, SIZE) as parts:
+        parts.add(0)
+    with ReceivedParts(path, SIZE + 1) as parts:
+        assert parts.arrived == frozenset()
+    with ReceivedParts(path, SIZE) as parts:
+        assert parts.arrived == frozenset()
+
+
+@given(st.data())
+def test_a_damaged_note_is_dropped_whole(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("parts") / "x.parts"
+    with ReceivedParts(path, SIZE) as parts:
+        for number in range(4):
+            parts.add(number)
+    content = bytearray(path.read_bytes())
+    damage = data.draw(st.sampled_from(["flip", "cut", "zeros"]))
+    if damage == "flip":
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    elif damage == "cut":
+        del content[-data.draw(st.integers(1, 7)) :]
+    else:
+        content += bytes(data.draw(st.integers(1, 40)))
+    path.write_bytes(content)
+    with ReceivedParts(path, SIZE) as parts:
+        assert parts.arrived == frozenset()
+        parts.add(5)
+    with ReceivedParts(path, SIZE) as parts:
+        assert parts.arrived == {5}
+
+
+def test_an_object_without_bytes_has_no_parts(path):
+    with ReceivedParts(path, 0) as parts:
+        assert parts.num_parts == 0
+
+
+def test_closing_leaves_no_descriptor_open(path):
+    before = len(os.listdir("/proc/self/fd"))
+    ReceivedParts(path, SIZE).close()
+    assert len(os.listdir("/proc/self/fd")) == before

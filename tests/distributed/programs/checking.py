@@ -15,6 +15,16 @@ def run_checks(namespace):
                 sys.exit(f"FAILED: {name}")
 
 
+def counting(submit, sent):
+    """Return `submit`, which then also appends the bytes of its tensors to `sent`."""
+
+    def counted(tensors, *args, **options):
+        sent.append(sum(t.nbytes for t in (tensors if isinstance(tensors, list) else [tensors])))
+        return submit(tensors, *args, **options)
+
+    return counted
+
+
 @contextlib.contextmanager
 def raises(kind, *words):
     caught = None

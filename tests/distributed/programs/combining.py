@@ -5,13 +5,15 @@ import copy
 import io
 import random
 import warnings
+from unittest import mock
 
 import torch
-from checking import raises, run_checks
+from checking import counting, raises, run_checks
 from torch import nn
 
 import datasvc.trainer as hvd
-from datasvc.trainer.gradients.compression_with_memory import RESIDUAL
+from datasvc.trainer.gradients import quantized
+from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, VELOCITY
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -31,6 +33,10 @@ def batch(step, rank=None):
 
 def sgd(model, lr=0.05):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+
+
+def plain_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def loss_of(model, x):
@@ -134,9 +140,12 @@ def check_another_op_on_one_rank_is_an_error_on_every_rank():
 
 def check_a_process_set_trains_alone_and_the_others_are_as_they_were():
     some = hvd.add_process_set([0, SIZE - 1] if SIZE > 2 else [0])
-    model = new_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), process_set=some, groups=2)
-    run(model, optimizer)
+    for compression in (hvd.Compression.quantized("int8"), hvd.Compression.none):
+        model = new_model()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), process_set=some, groups=2, compression=compression
+        )
+        run(model, optimizer)
     loss_of(model, batch(9, RANK)).backward()
     optimizer.synchronize()
     if some.included():
@@ -234,11 +243,20 @@ def check_adasum_combines_what_the_steps_changed():
     assert_equal_on_all_ranks(run(model, optimizer))
 
 
+WITH_RESIDUALS = (
+    hvd.Compression.topk(0.1, 4),
+    hvd.Compression.powersgd(2, start_iteration=1),
+    *map(hvd.Compression.quantized, ("int8", "int4", "onebit")),
+)
+UNBIASED = ("ternary", "qsgd")
+
+
 def check_compressions_with_memory_converge_and_lose_nothing():
     target = loss_of(EXPECTED, batch(0)).item()
-    for compression in (hvd.Compression.topk(0.1), hvd.Compression.powersgd(1, start_iteration=2)):
+    all_of_them = (*WITH_RESIDUALS, hvd.Compression.dgc(0.1, 0), *map(hvd.Compression.quantized, UNBIASED))
+    for compression in all_of_them if SIZE == 2 else WITH_RESIDUALS[:3]:
         model = new_model()
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
+        optimizer = hvd.DistributedOptimizer(plain_sgd(model), model.named_parameters(), compression=compression)
         start = loss_of(model, batch(0)).item()
         run(model, optimizer, steps=40, batches=lambda _, rank: batch(0, rank))
         assert_equal_on_all_ranks(model)
@@ -246,12 +264,12 @@ def check_compressions_with_memory_converge_and_lose_nothing():
 
 
 def check_what_ranks_applied_and_what_they_keep_is_the_average_of_their_gradients():
-    for compression in (hvd.Compression.topk(0.1), hvd.Compression.powersgd(2, start_iteration=1)):
-        weight = nn.Parameter(torch.zeros(12, 30))
+    for compression in WITH_RESIDUALS:
+        weight = nn.Parameter(torch.zeros(48, 60))  # more than a block for each rank
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=compression)
-        total = torch.zeros(12, 30)
+        total = torch.zeros(48, 60)
         for step in range(STEPS):
-            gradients = torch.randn(SIZE, 12, 30, generator=torch.Generator().manual_seed(step))
+            gradients = torch.randn(SIZE, 48, 60, generator=torch.Generator().manual_seed(step))
             total += gradients.mean(0)
             optimizer.zero_grad()
             (weight * gradients[RANK]).sum().backward()
@@ -260,23 +278,61 @@ def check_what_ranks_applied_and_what_they_keep_is_the_average_of_their_gradient
         torch.testing.assert_close(-weight.detach(), total - hvd.allreduce(residual), rtol=1e-4, atol=1e-4)
 
 
+def check_a_majority_of_signs_is_the_gradient_for_sums_and_averages():
+    votes = [[1.0, -2.0, 0.0, 3.0], [-9.0, -9.0, 0.0, 0.0], [2.0, 9.0, 0.0, -1.0], [2.0, -1.0, 0.0, 1.0]]
+    gradients = torch.tensor(votes[:SIZE])  # the first column is a tie of two ranks
+    for op in (hvd.Sum, hvd.Average):
+        weight = nn.Parameter(torch.zeros(4))
+        signs = hvd.Compression.quantized("signsgd")
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=signs, op=op)
+        (weight * gradients[RANK]).sum().backward()
+        optimizer.step()
+        assert torch.equal(-weight.detach(), torch.sign(torch.sign(gradients).sum(0)))
+
+
+def check_the_bytes_of_quantised_gradients_do_not_grow_with_the_ranks():
+    sent = []
+    weight = nn.Parameter(torch.zeros(100_000))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), compression=hvd.Compression.quantized("int4")
+    )
+    with (
+        mock.patch.object(quantized, "submit_alltoall", counting(quantized.submit_alltoall, sent)),
+        mock.patch.object(quantized, "submit_allgather", counting(quantized.submit_allgather, sent)),
+    ):
+        weight.sum().backward()
+        optimizer.synchronize()
+    parts, sums = sent
+    computed = 100_000 * (4 + 32 / 512) / 8  # 4 bits, and 32 bits for 512 numbers
+    assert computed <= parts == sums * SIZE < computed * 1.02
+
+
 def check_a_checkpoint_of_each_rank_continues_as_if_there_had_been_no_stop():
-    compression = hvd.Compression.powersgd(1, start_iteration=1)
+    for compression in (
+        hvd.Compression.powersgd(1, start_iteration=1),
+        hvd.Compression.dgc(0.1, 9),
+        hvd.Compression.quantized("int4"),
+        hvd.Compression.quantized("ternary"),
+    ):
+        continue_as_if_there_had_been_no_stop(compression)
+
+
+def continue_as_if_there_had_been_no_stop(compression):
     model = new_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model), compression=compression)
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model), compression=compression)
     run(model, optimizer)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     run(model, optimizer)
     again = new_model(seed=1)
-    resumed = hvd.DistributedOptimizer(sgd(again), compression=compression)
+    resumed = hvd.DistributedOptimizer(plain_sgd(again), compression=compression)
     file.seek(0)
     states = torch.load(file)
     again.load_state_dict(states[0])
     resumed.load_state_dict(states[1])
     run(again, resumed)
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
-    sgd(again).load_state_dict(states[1])
+    plain_sgd(again).load_state_dict(states[1])
 
 
 def check_another_rank_s_checkpoint_brings_no_residual_but_the_rest():
@@ -289,6 +345,10 @@ def check_another_rank_s_checkpoint_brings_no_residual_but_the_rest():
     assert memory[0]["num_steps"] == STEPS
     run(model, optimizer)
     assert_equal_on_all_ranks(model)
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model), compression=hvd.Compression.dgc(0.1))
+    run(model, optimizer)
+    optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0))
+    assert (VELOCITY in optimizer.state_dict()["compression"]["memory"].get(0, {})) == (RANK == 0)
 
 
 def check_a_rank_that_joins_later_gets_the_state_of_compression_by_a_broadcast():

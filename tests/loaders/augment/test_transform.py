@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.augment.augment import generators
-from datasvc.loaders.augment.transform import apply_transform
+from datasvc.loaders.augment.augment import apply_transform, generators
 
 
 def image():

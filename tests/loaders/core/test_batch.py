@@ -1,5 +1,6 @@
 """A batch is a tuple of inputs and labels, and moves to a device."""
 
+import pickle
 from operator import length_hint
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageBatch, TokenBatch
+from datasvc.loaders import ImageBatch, ImageLoader, Mixture, TokenBatch
+from datasvc.loaders.core import sample_keys
 from datasvc.loaders.core.batch import check_gpu
+from datasvc.shards.format.overlaid_shard import read_index
 
 TENSOR = torch.zeros(3)
 
@@ -125,3 +128,32 @@ def test_frameworks_move_a_batch_as_they_move_a_tensor(batch, inputs):
 def test_without_a_gpu_nothing_is_pinned(batch, inputs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert batch.pin_memory() is batch
+
+
+def test_keys_and_stored_samples_are_found_from_a_batch_on_every_loader(digits):
+    keys = [sample["key"] for sample in digits["train"]]
+    mixture = Mixture({digits["train"]: 1, digits["val"]: 1}, block=16)
+    for samples in (digits["train"], mixture):
+        loader = ImageLoader(samples, batch_size=16, training=True, size=16, columns=("key",))
+        batch = next(iter(loader)).to("cpu")
+        assert batch.keys == batch.columns["key"]
+        assert [batch.sample(index)["key"] for index in range(16)] == batch.keys
+        assert pickle.loads(pickle.dumps(batch)).keys == batch.keys
+    assert set(next(iter(loader.numpy())).keys) - set(keys)
+    assert ImageBatch(batch.images, None, batch.mask, 0, batch.positions).places is None
+    with pytest.raises(ConfigError, match="not made by a loader"):
+        _ = ImageBatch(batch.images, None, batch.mask, 0, batch.positions).keys
+
+
+def test_a_batch_reads_no_index_unless_its_keys_are_asked_for(digits, monkeypatch):
+    loader = ImageLoader(digits["train"], batch_size=16, training=True, size=16)
+    batch = next(iter(loader))
+    read = []
+    monkeypatch.setattr(sample_keys, "read_index", lambda *place: read.append(place) or read_index(*place))
+    next(iter(loader))
+    assert read == []
+    assert len(batch.keys) == 16
+    first = len(read)
+    assert first > 0
+    assert batch.keys == batch.keys
+    assert len(read) == first

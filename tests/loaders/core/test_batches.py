@@ -38,6 +38,9 @@ class Recording:
         self.open[info.digest] -= 1
         assert self.open[info.digest] >= 0
 
+    def objects(self, table):
+        return self._origin.objects(table)
+
     def open_early(self, _wanted):
         return {}
 
@@ -146,6 +149,9 @@ class Early:
 
     def open_shard(self, info):
         raise AssertionError(f"shard {info.digest} is wanted whole")
+
+    def objects(self, _table):
+        return self._objects
 
     def open_early(self, wanted):
         shards = {each.info.digest: open_partial(self._objects, each.info, each.index) for each in wanted}

@@ -6,7 +6,7 @@ from datasvc.cache import Cache
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import CacheFullError
 from datasvc.loaders import Mixture
-from datasvc.loaders.core import cached_splits
+from datasvc.loaders.core import derived_order
 from datasvc.order import OrderConfig
 from tests.loaders.echo import EchoLoader
 from tests.loaders.numbered import write_split
@@ -21,7 +21,7 @@ ORDERS = [
 
 
 def needed_by(samples, order, batches):
-    return cached_splits.window_need(samples)(order, batches)
+    return derived_order.window_need(samples)(order, batches)
 
 
 @pytest.fixture

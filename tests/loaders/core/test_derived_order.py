@@ -11,7 +11,7 @@ from datasvc.cache import Cache
 from datasvc.errors import CacheFullError, ConfigError, StateMismatchError
 from datasvc.loaders import DataRanks, DecodeConfig, ImageLoader, Mixture
 from datasvc.loaders.core import derived_order
-from datasvc.loaders.core.cached_splits import window_need
+from datasvc.loaders.core.derived_order import window_need
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.torch import IterableDataset, OrderBatchSampler, ResumableDataLoader
 from datasvc.loaders.torch.dataset import Dataset

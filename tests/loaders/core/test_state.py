@@ -34,8 +34,8 @@ def test_a_state_of_other_samples_weights_or_order_is_refused_and_both_are_said(
         loader.load_state_dict(Numbers(splits["big"], 4).state_dict())
     with pytest.raises(StateMismatchError, match=r"position 55 is outside 0\.\.54"):
         loader.load_state_dict({**state, "position": 55})
-    with pytest.raises(ConfigError, match="has format 2; this datasvc reads format 1"):
-        loader.load_state_dict({**state, "mixture_format": 2})
+    with pytest.raises(ConfigError, match="has format 3; this datasvc reads the formats 1 and 2"):
+        loader.load_state_dict({**state, "mixture_format": 3})
     without = {name: value for name, value in state.items() if name != "mixture"}
     mixtures = [None, [], {}, {**state["mixture"], "splits": [1]}, {**state["mixture"], "more": 1}]
     changes = [{"position": -1}, {"epoch": "1"}, *({"mixture": each} for each in mixtures)]

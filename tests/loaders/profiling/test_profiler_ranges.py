@@ -8,7 +8,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from datasvc.loaders import DecodeConfig, ImageLoader
-from datasvc.loaders.profiling import trace
+from datasvc.loaders.profiling import step_times
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.trainer.env import environment
@@ -53,7 +53,7 @@ def test_opening_a_shard_is_one_range_whatever_becomes_of_it(digits):
 def test_nothing_is_recorded_and_nothing_is_left_open_without_a_profiler():
     profiler = StepProfiler()
     with profiler.step(), profiler.stage(Stage.READ):
-        assert trace.open_range(Stage.READ) is None
+        assert step_times.open_range(Stage.READ) is None
 
 
 class Nvtx:
@@ -71,7 +71,7 @@ class Nvtx:
 
 def test_under_an_nvtx_tool_ranges_nest_and_close_though_the_work_fails(monkeypatch):
     nvtx = Nvtx()
-    monkeypatch.setattr(trace, "_IS_UNDER_NVTX_TOOL", True)
+    monkeypatch.setattr(step_times, "_IS_UNDER_NVTX_TOOL", True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
     profiler = StepProfiler()
@@ -93,6 +93,6 @@ def test_under_an_nvtx_tool_ranges_nest_and_close_though_the_work_fails(monkeypa
         ({"NSYS_PROFILING_SESSION_ID": "12"}, True),
     ],
 )
-@pytest.mark.parametrize("package", [trace, environment])
+@pytest.mark.parametrize("package", [step_times, environment])
 def test_a_tool_is_found_by_what_it_sets_in_the_environment(package, environ, expected):
     assert bool(package.is_under_nvtx_tool(environ)) is expected

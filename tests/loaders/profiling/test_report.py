@@ -15,8 +15,7 @@ from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.upload import UploadBackend
 from datasvc.loaders.images import image_loader
 from datasvc.loaders.images.image_decoder import ImageDecoder
-from datasvc.loaders.profiling.step_times import Stage, TimeSpan
-from datasvc.loaders.profiling.trace import trace_events
+from datasvc.loaders.profiling.step_times import Stage, TimeSpan, trace_events
 from datasvc.shards import ingest, open_dataset
 from datasvc.testing import FakeClock
 from tests.drawing.hostile import parsed, text_of, with_class

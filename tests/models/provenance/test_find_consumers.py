@@ -4,12 +4,14 @@ from collections import Counter
 from itertools import chain, count
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.loaders.core.mixture import Mixture
+from datasvc.loaders import Masked
+from datasvc.loaders.core.mixture import Mixture, MixtureStage, splits_of
 from datasvc.models import CodeRevision, ConsumptionTracker, DataUse, ReadSpan, find_consumers, save
 from datasvc.models.provenance.lineage import read_lineage
 from datasvc.models.provenance.segments import history_of
@@ -18,12 +20,13 @@ from datasvc.order import OrderConfig
 from datasvc.repository import Repository
 from datasvc.repository.removal import remove_versions
 from datasvc.shards import open_dataset
+from datasvc.shards.history.columns import add_column, set_column
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.deletions import delete_samples
 from tests.drawing.hostile import parsed, text_of, with_class
 from tests.examples import examples
-from tests.loaders.numbered import Numbers, make_splits, mix, sample_of
+from tests.loaders.numbered import Copies, Numbers, make_splits, mix, sample_of
 from tests.models.trainings import Batches, Run, Truth, commit
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
@@ -42,10 +45,17 @@ def data(tmp_path_factory):
     objects = big.repository.objects
     table = delete_samples(objects, big.table, {0: np.array([1, 4]), 3: np.array([0, 1])})
     cut = Split("train", "big@2", big.repository, objects.put(table.encode()).digest)
+    view = cut.where("label % 3 <> 0")
     return {
         "big": big,
         "cut": cut,
+        "view": view,
+        "weighted": view.weighted("label"),
+        "views": Mixture(
+            [(view, 2), (splits["middle"].take(0.5, seed=1).weighted("label"), 1)], block=9, epoch_samples=25
+        ),
         "middle": splits["middle"],
+        "tiny": splits["tiny"],
         "mixture": mix(splits),
         "short": Mixture([(splits["middle"], 3), (cut, 1), (splits["tiny"], 0)], block=9, epoch_samples=31),
     }
@@ -90,12 +100,26 @@ def choose(options, number):
     return options[number % len(options)]
 
 
+def masks_from(number, samples):
+    """Return masks of positions and samples, or None."""
+    if number % 3 == 0:
+        return None
+    split = splits_of(samples)[0]
+    stored = split.table.stored_per_shard.tolist()
+    chosen = {0: [number % 5], 2: [0, 1]}
+    rows = Masked.rows(
+        split.digest,
+        {shard: [row for row in chosen[shard] if row < stored[shard]] for shard in chosen if shard < len(stored)},
+    )
+    return Masked(((number % 4, number % 7, number % 7 + number % 11),)) | (rows if number % 3 == 1 else Masked())
+
+
 @examples(40)
 @given(actions=actions, first=number)
 def test_every_sample_at_every_step_is_found_however_runs_were_killed_resized_forked_and_tuned(data, actions, first):
     repository, truth = data["big"].repository, Truth()
     cnn, tuned = (f"{name}-{next(FRESH)}" for name in ("cnn", "tuned"))
-    readable = ["big", "cut", "middle", "mixture", "short"]
+    readable = ["big", "cut", "middle", "mixture", "short", "view", "weighted", "views"]
     run = Run(repository, truth, cnn, data[choose(readable, first)], order=choose(ORDERS, first // 5))
     for action, value in actions:
         versions = [name for name in truth.own if truth.states[name]]
@@ -109,7 +133,8 @@ def test_every_sample_at_every_step_is_found_however_runs_were_killed_resized_fo
             back = choose(versions, value)  # what was served since is in no weights any more
             samples, order, _ = truth.states[back]
             run = Run(
-                repository, truth, cnn, samples, order=order, batches=choose(SIZES, value // 7), resumed=back
+                repository, truth, cnn, samples, order=order, batches=choose(SIZES, value // 7), resumed=back,
+                masked=masks_from(value, samples),
             )  # fmt: skip
         elif action == "tune" and versions:
             run = Run(
@@ -118,13 +143,65 @@ def test_every_sample_at_every_step_is_found_however_runs_were_killed_resized_fo
                 step=choose([None, 0], value // 5),
             )  # fmt: skip
         elif action == "anew":
-            run = Run(repository, truth, cnn, data[choose(readable, value)], order=choose(ORDERS, value // 5))
+            samples = data[choose(readable, value)]
+            masked = masks_from(value // 2, samples)
+            run = Run(repository, truth, cnn, samples, order=choose(ORDERS, value // 5), masked=masked)
         elif action == "average" and versions:
             parents = [choose(versions, value), choose(versions, value // 3)]
             step = max(truth.steps[parent] for parent in parents)
             truth.add(commit(repository, cnn, step, [], parent=parents[0], merged=parents[1:]), Counter(), parents)
             truth.steps[list(truth.own)[-1]] = step
     run.save()
+    check(repository, truth, keys_of(data))
+
+
+def planned(data, *stages):
+    """Return a mixture of three splits in blocks of 10, with stages (start, weights of the splits[, ramp])."""
+    parts = [data["big"], data["middle"], data["tiny"]]
+    later = [MixtureStage(start, dict(zip(parts, weights, strict=True)), *ramp) for start, weights, *ramp in stages]
+    return Mixture(list(zip(parts, (5, 3, 2), strict=True)), block=10, epoch_samples=37, stages=later)
+
+
+@examples(25)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 25), number), min_size=2, max_size=5),
+    order=st.sampled_from(ORDERS),
+)
+def test_samples_are_found_over_changes_of_weights_that_were_planned_and_that_a_resume_made(data, runs, order):
+    repository, truth, name = data["big"].repository, Truth(), f"staged-{next(FRESH)}"
+    stages, run = [(60, (1, 0, 4)), (100, (0, 1, 1)), (220, (3, 1, 0), True), (240, (1, 1, 1))], None
+    for num_steps, value in runs:
+        if run is not None:
+            state = truth.states[run.version][2]
+            block = -(-(state["epoch"] * 37 + state["position"]) // 10)
+            # What has begun stays, a ramp to its end.
+            begun = [start < 10 * block for start in (0, *(start for start, *_ in stages))]
+            kept = [each for each, is_begun, before in zip(stages, begun[1:], begun[:-1], strict=True)
+                    if is_begun or (before and len(each) > 2)]  # fmt: skip
+            if value % 3:  # else resumed as it was
+                free = max([10 * block, *(start + 10 for start, *_ in kept)])
+                stages = [*kept, (free, choose([(0, 1, 1), (7, 0, 1)], value)), (free + 50, (2, 2, 1), True)]
+        run = Run(
+            repository, truth, name, planned(data, *stages), order=order, batches=choose(SIZES, value),
+            resumed=None if run is None else run.version,
+        )  # fmt: skip
+        run.train(num_steps), run.save()
+        if value % 2:
+            run.resize(choose(SIZES, value // 7)), run.train(3), run.save()
+    check(repository, truth, keys_of(data))
+
+
+def test_a_process_that_takes_over_with_other_stages_counts_no_sample_twice(data):
+    repository, truth = data["big"].repository, Truth()
+    run = Run(repository, truth, "taken", planned(data))
+    run.train(12), run.save(), run.train(2)
+    state, at = run.reading.state_dict(), run.loaders[0].state_dict()
+    taken = Run(repository, truth, "taken", planned(data, (30, (0, 0, 1))))
+    taken.version, taken.step, taken.served = run.version, run.step, Counter(run.served)
+    taken._open(Batches(3, 2), at)
+    taken.reading = ConsumptionTracker(taken.loaders[0], step=run.step)
+    taken.reading.load_state_dict(state)
+    taken.train(4), taken.save()
     check(repository, truth, keys_of(data))
 
 
@@ -266,6 +343,10 @@ def label(number):
     return sample_of(number, LABELLED_SCHEMA)
 
 
+def numbers_of(batch):
+    return batch, [int(view.tobytes()) for view in batch.blobs]
+
+
 @pytest.fixture
 def pets(repository):
     """`pets@1` of two splits, `pets@2` without two of its samples; and versions that were trained on each."""
@@ -291,10 +372,33 @@ def test_samples_that_a_version_deleted_are_found_where_they_were_consumed_befor
     assert {each.data for each in found.all_uses()} == {"pets@1/train"}
     assert find_consumers(repository, deleted_in="pets@2", split="val").keys == ["5"]
     assert find_consumers(repository, ["cnn1@1"], keys=["3"], data="pets@2").missing.tolist() == [0]
-    with pytest.raises(NotFoundError, match="first version of pets, so it deleted no samples"):
+    with pytest.raises(NotFoundError, match="first version of pets, so it deleted or corrected no samples"):
         find_consumers(repository, deleted_in="pets@1")
     with pytest.raises(ConfigError, match="either by keys or by the data-set version"):
         find_consumers(repository)
+
+
+def test_versions_that_learned_a_label_which_was_corrected_since_are_found(pets, monkeypatch):
+    repository, truth = pets
+    # The numbers of samples are in their blobs: the labels are corrected.
+    monkeypatch.setattr(Copies, "take", lambda self: numbers_of(self._fed.pop(0)))
+    split = open_dataset(repository, "pets@2")["train"]
+    wrong = {sample["key"]: sample["label"] for sample in split if sample["key"] in {"1", "6"}}
+    add_column(repository, "pets", "score", pa.table({"key": ["1"], "score": [0.5]}), missing="ok")  # all the same
+    corrected = pa.table({"key": list(wrong), "label": [label + 1 for label in wrong.values()]})
+    set_column(repository, "pets", "label", corrected, split="train")
+    run = Run(repository, truth, "right", open_dataset(repository, "pets@4")["train"])
+    run.train(2), run.save(), run.train(2), run.save()
+    found = find_consumers(repository, changed_in="pets@4")
+    assert found.keys == ["1", "6"]
+    expected = {name: {key for key, *_ in truth.seen_by(name)} & wrong.keys() for name in truth.own}
+    assert expected["right@2"]  # it learned the corrected labels
+    assert {each.name: each.num_samples for each in found.versions} == {
+        name: 0 if name.startswith("right") else len(keys) for name, keys in expected.items()
+    }
+    assert find_consumers(repository, changed_in="pets@3").keys == []
+    with pytest.raises(ConfigError, match="deleted or corrected them, not both"):
+        find_consumers(repository, changed_in="pets@4", deleted_in="pets@2")
 
 
 def test_samples_of_removed_versions_are_still_found_when_their_shards_are_gone(pets):

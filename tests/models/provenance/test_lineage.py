@@ -6,7 +6,7 @@ import torch
 
 from datasvc.models import CodeRevision, ConsumptionTracker, DataUse, describe_environment, read_lineage, save
 from datasvc.models.provenance.lineage import Lineage, ModelOrigin, collapse_chains
-from datasvc.models.versions import environment
+from datasvc.models.versions import code_revision
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.history.revert import revert
 from datasvc.shards.versions.delete import delete
@@ -98,8 +98,8 @@ def test_the_driver_and_gpus_are_told_without_touching_them(tmp_path, monkeypatc
         folder = tmp_path / "gpus" / f"0000:0{number}:00.0"
         folder.mkdir(parents=True)
         (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 90\n")
-    monkeypatch.setattr(environment, "_PROC", tmp_path)
-    told = environment.describe_environment()
+    monkeypatch.setattr(code_revision, "_PROC", tmp_path)
+    told = code_revision.describe_environment()
     assert (told["driver"], told["gpus"]) == ("575.57.08", {"NVIDIA H200": 2})
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from datasvc.api.gc import GRACE_S, gc
+from datasvc.api.gc import GRACE_S, gc_at
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.models import CodeRevision, model_log, restore, save
 from datasvc.models.registry.retention import RetentionPolicy, remove, retain
@@ -122,7 +122,7 @@ class Registry(RuleBasedStateMachine):
 
     @rule()
     def collect(self):
-        gc(self.repository, dry_run=False, now_s=time.time() + GRACE_S + 60)
+        gc_at(self.repository, time.time() + GRACE_S + 60, dry_run=False)
 
     @rule(name=names, number=st.integers(1, 6))
     def restore(self, name, number):

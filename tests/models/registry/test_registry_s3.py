@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from datasvc.api.gc import GRACE_S, gc
+from datasvc.api.gc import GRACE_S, gc_at
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.models import (
     CodeRevision,
@@ -181,10 +181,10 @@ def test_what_is_removed_or_not_retained_goes_with_gc_and_nothing_else_does(remo
     retain(remote, "net", policy, dry_run=False)
     kept = {1: 0, 3: 2, 5: 4}
     later = time.time() + GRACE_S + 60
-    before = {info.digest for info in gc(remote, now_s=later).objects}
-    swept = gc(remote, now_s=later, dry_run=False)
+    before = {info.digest for info in gc_at(remote, later).objects}
+    swept = gc_at(remote, later, dry_run=False)
     assert {info.digest for info in swept.objects} == before != set()
-    assert gc(remote, now_s=later).objects == ()
+    assert gc_at(remote, later).objects == ()
     for number, step in kept.items():
         assert equal(restore(remote, f"net@{number}").state, state_of(step))
     assert verify(remote, every_version(remote), deep=True).problems == ()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import datasvc
-from datasvc.api.gc import GRACE_S, gc
+from datasvc.api.gc import GRACE_S, gc, gc_at
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.models import CodeRevision, describe_model, list_models, model_log, restore, save
 from datasvc.models.registry.retention import RetentionPolicy, remove, retain
@@ -32,7 +32,7 @@ def trained(repository):
 
 
 def collect(repository):
-    return gc(repository, dry_run=False, now_s=LATER)
+    return gc_at(repository, LATER, dry_run=False)
 
 
 def test_what_is_removed_is_neither_restored_nor_collected_by_later_versions(trained):
@@ -51,7 +51,7 @@ def test_what_is_removed_is_neither_restored_nor_collected_by_later_versions(tra
     remove(trained, ["cnn@3", "cnn@4"])
     collect(trained)
     assert not [path for path in size.rglob("*") if path.is_file()]
-    assert gc(trained, dry_run=False, now_s=LATER).objects == ()
+    assert gc_at(trained, LATER, dry_run=False).objects == ()
 
 
 def test_the_bytes_of_a_version_stay_as_long_as_somebody_may_be_reading_it(trained):

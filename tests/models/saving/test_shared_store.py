@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasvc.api.gc import GRACE_S, gc
+from datasvc.api.gc import GRACE_S, gc_at
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models import CheckpointManager
 from datasvc.models.saving import shared_store
@@ -105,7 +105,7 @@ def test_a_rank_whose_store_does_not_answer_is_an_error_on_all_and_the_marker_is
 def test_the_marker_of_ranks_that_died_is_no_entry_of_any_list_and_gc_removes_it(repository):
     marker = write_marker(repository.storage)
     assert repository.storage.list("") == ["datasvc.json"]
-    done = gc(repository, dry_run=False, now_s=time.time() + GRACE_S + 3600)
+    done = gc_at(repository, time.time() + GRACE_S + 3600, dry_run=False)
     assert done.temporary_files == (marker.path,)
     assert files_of(repository) == {"datasvc.json"}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datasvc
-from datasvc.api.gc import gc
+from datasvc.api.gc import gc, gc_at
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models import CodeRevision, DataUse, restore, save
 from datasvc.models.registry.retention import remove
@@ -414,7 +414,7 @@ def test_the_facade_imports_exports_loads_and_moves(repository, other, tmp_path)
 def test_gc_leaves_alone_what_was_moved(repository, other):
     train(repository)
     transfer(repository, other, ["net"])
-    gc(other, grace_s=0, dry_run=False, no_writers=True, now_s=2**33)
+    gc_at(other, 2**33, grace_s=0, dry_run=False)
     assert equal_state(repository, other, "net", "net@1")
 
 

@@ -30,6 +30,8 @@ def run(*words):
         ({"consistency": "strict"}, "consistency is 'strict'; expected one of synchronous, bounded, asynchronous"),
         ({"topology": "ring"}, "topology is 'ring'; expected one of centralised, decentralised"),
         ({"communication": 3}, "communication is 3"),
+        ({"sync": 8}, "sync is 8; expected a text such as 'local:8'"),
+        ({"sync_steps": "8"}, "sync_steps is '8'; expected a number of steps"),
     ],
 )
 def test_what_is_not_on_the_axes_is_refused(wrong, message):
@@ -67,6 +69,28 @@ def test_a_version_has_it_show_prints_it_and_find_filters_by_it(repository):
         "hybrid",
         "data",
     )
+
+
+def test_find_filters_by_who_waits_for_whom_and_show_prints_it(repository):
+    save(repository, "net", STATE, step=1, execution=Execution(sync="bsp", sync_steps=1))
+    averaged = Execution(sync="diloco:32", sync_steps=32, outer_optimizer="nesterov", consistency="bounded")
+    save(repository, "net", STATE, step=2, execution=averaged)
+    save(repository, "net", STATE, step=3, execution=Execution(sync="local:8", sync_steps=8))
+    entry = describe_model(repository, "net@2").entry
+    check_fields(entry, "net@2")
+    assert (entry["execution"]["sync"], entry["execution"]["sync_steps"]) == ("diloco:32", "32")
+    for condition, versions in (
+        ("execution.sync = 'local:8'", [3]),
+        ("execution.sync_steps = 8", [3]),
+        ("execution.sync_steps::int >= 8", [3, 2]),
+        ("execution.outer_optimizer = 'nesterov'", [2]),
+        ("execution.sync != 'bsp'", [3, 2]),
+    ):
+        found = json.loads(run("find", condition, "--repo", repository.url, "--json").stdout)
+        assert [version["version"] for version in found] == versions, condition
+    shown = [run("show", f"net@{number}", "--repo", repository.url).stdout for number in (1, 2)]
+    assert "diloco:32 (steps of a round: 32, outer optimizer: nesterov)" in " ".join(shown[1].split())
+    assert "steps of a round" not in shown[0]
 
 
 def test_an_entry_of_a_wrong_form_is_named(repository):

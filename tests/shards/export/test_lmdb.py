@@ -8,14 +8,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import image_schema, shard_schema
-from tests.shards.export.contents import (
-    CLASSES,
-    KEY_FIELD,
-    exported,
-    files,
-    photo,
-    write_photos,
-)
+from tests.shards.export.contents import CLASSES, KEY_FIELD, exported, files, photo, write_photos
 from tests.shards.export.export_laws import ExportLaws
 from tests.shards.written_versions import write_version
 

@@ -9,14 +9,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
-from tests.shards.export.contents import (
-    CLASSES,
-    KEY_FIELD,
-    exported,
-    files,
-    write_photos,
-    write_tokens,
-)
+from tests.shards.export.contents import CLASSES, KEY_FIELD, exported, files, write_photos, write_tokens
 from tests.shards.export.export_laws import ExportLaws
 from tests.shards.written_versions import write_version
 

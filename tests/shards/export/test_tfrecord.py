@@ -14,12 +14,7 @@ from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.sources.common.protobuf import packed_varints, read_packed_varints, varint
-from tests.shards.export.contents import (
-    KEY_FIELD,
-    exported,
-    files,
-    write_photos,
-)
+from tests.shards.export.contents import KEY_FIELD, exported, files, write_photos
 from tests.shards.export.export_laws import ExportLaws
 from tests.shards.written_versions import write_version
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from datasvc.api.gc import discard_referenced, list_old, referenced_objects, sweep
+from datasvc.api.gc import discard_referenced, list_old, sweep
+from datasvc.api.referenced_objects import referenced_objects
 from datasvc.errors import NotFoundError, SourceChangedError
 from datasvc.repository import Repository
 from datasvc.repository.logs.journal import Journal

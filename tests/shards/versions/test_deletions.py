@@ -60,7 +60,8 @@ def test_rows_that_are_kept_in_memory_are_bounded(monkeypatch):
     deletions = Deletions.build(dict.fromkeys(range(4), deleted))
     for shard in (0, 1, 2, 3, 0, 0, 2):
         assert deletions.kept_rows(shard).tolist() == [0, 1, 2, 3, 4, 6, 7]
-        assert sum(map(len, deletions._cached.values())) == deletions._num_cached_rows <= 10
+        kept = deletions._kept_rows
+        assert sum(map(len, kept._cached.values())) == kept._num_rows <= 10
 
 
 def test_kept_rows_are_computed_once():

@@ -87,7 +87,10 @@ def test_labels_are_compared_by_the_class_they_mean(repository):
     write_version(repository, "x", {"train": [labelled(a=1, b=0, c=0)]}, LABELLED_SCHEMA, ["dog", "cat"])
     assert changes(diff(repository, "x@1", "x@2").splits["train"]) == ([], [], ["c"], 2)
     write_version(repository, "x", {"train": [labelled(a=0, b=1, c=0)]}, LABELLED_SCHEMA, ["dog", "cat"])
-    assert changes(diff(repository, "x@1", "x@3").splits["train"]) == ([], [], ["a", "b", "c"], 0)
+    renamed = diff(repository, "x@1", "x@3").splits["train"]
+    assert changes(renamed) == ([], [], ["a", "b", "c"], 0)
+    assert renamed.confusion == [("cat", "dog", 2), ("dog", "cat", 1)]
+    assert renamed.confusion is renamed.confusion  # counted once
 
 
 def test_shards_that_both_have_are_not_looked_at(repository):

@@ -11,8 +11,10 @@ from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 from datasvc.shards.format.salvage import missing_rows, readable_identities
 from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
+from datasvc.shards.views.named import read_views, save_view
 from tests.progress import RecordedProgress
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.written_versions import LABELLED_SCHEMA, describe_table, write_table, write_version
@@ -158,6 +160,32 @@ def test_bad_deletions_are_found_and_the_shards_are_looked_at_all_the_same(pets)
         ("deletions", "missing", 2 * STEP - 1),
         ("shard", "missing", STEP),
     ]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_only_a_named_view_has_is_verified_with_its_version(pets, deep):
+    split = open_dataset(pets, "pets")["train"]
+    save_view(pets, "few", split.where("label = 1"))
+    save_view(pets, "heavy", split.where("label <> 1").weighted("label"))
+    delete(pets, "pets", keys=["k001"])
+    assert verify(pets, "pets@1", deep=deep).problems == ()
+    few, heavy = (read_views(pets, "pets")[name] for name in ("few", "heavy"))
+    (pack,) = ShardTable.read(pets.objects, heavy.table).weights
+    path = pets.objects.local_path(pack.digest)
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    pets.objects.local_path(ShardTable.read(pets.objects, few.table).deletions).unlink()
+    found = verify(pets, "pets@1", deep=deep).problems
+    lost = ("deletions", "missing", "train[few]", 8)
+    changed = ("weights", "changed", "train[heavy]", heavy.samples)
+    assert [(each.role, each.kind, each.split, each.num_samples) for each in found] == [lost, changed][: 1 + deep]
+    path.unlink()
+    pets.objects.local_path(few.table).unlink()
+    found = verify(pets, "pets@1", deep=deep).problems
+    assert [(each.role, each.kind, each.split) for each in found] == [
+        ("shard table", "missing", "train[few]"),
+        ("weights", "missing", "train[heavy]"),
+    ]
+    assert verify(pets, "pets@2", deep=deep).problems == ()  # they are views of the first version
 
 
 def test_deleted_samples_are_not_hit(pets):

@@ -8,7 +8,7 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.trainer.gradients.compression import Compressor, take_largest
-from datasvc.trainer.gradients.compression_with_memory import RESIDUAL
+from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, VELOCITY
 from datasvc.trainer.gradients.gradient_bucket import DenseBucket, GradientReduction, view_like
 from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
 from tests.examples import examples
@@ -174,13 +174,18 @@ class Parameters(nn.Module):
 @given(
     shapes,
     st.integers(0, 2**31),
-    st.booleans(),
+    st.sampled_from(
+        [
+            hvd.Compression.topk(0.2, warmup_steps=3),
+            hvd.Compression.powersgd(1, start_iteration=2),
+            *map(hvd.Compression.quantized, ("int8", "int4", "onebit")),
+        ]
+    ),
     st.sampled_from([GradientReduction(op=hvd.Sum), GradientReduction(), GradientReduction(predivide_factor=4.0)]),
 )
-def test_what_was_sent_is_all_gradients_but_for_the_residual(shapes, seed, is_top_k, reduction):
+def test_what_was_sent_is_all_gradients_but_for_the_residual(shapes, seed, compression, reduction):
     torch.manual_seed(seed)
     model = Parameters(shapes)
-    compression = hvd.Compression.topk(0.2) if is_top_k else hvd.Compression.powersgd(1, start_iteration=2)
     reducer, exchange = reducer_of(model, compression=compression, reduction=reduction)
     parameters = list(model.parameters())
     gradients, sent = [[torch.zeros_like(p) for p in parameters] for _ in range(2)]
@@ -231,6 +236,24 @@ def test_compressions_with_memory_are_checked_and_are_not_for_single_operations(
         hvd.Compression.topk(0.0)
     with pytest.raises(ValueError, match="rank of 1"):
         hvd.Compression.powersgd(0)
+    with pytest.raises(ValueError, match="warmup_steps must be at least 0"):
+        hvd.Compression.topk(warmup_steps=-1)
+    with pytest.raises(ValueError, match="momentum must be at least 0 and below 1"):
+        hvd.Compression.dgc(momentum=1.0)
+    with pytest.raises(ValueError, match="clip_norm must be above 0"):
+        hvd.Compression.dgc(clip_norm=0.0)
+    with pytest.raises(ValueError, match=r"int8, int4, .* and qsgd, not 'int9'"):
+        hvd.Compression.quantized("int9")
+    with pytest.raises(ValueError, match="1 to 127 levels, not 128"):
+        hvd.Compression.quantized("qsgd", 128)
+    with pytest.raises(ValueError, match=r"1 to 127 levels, not 2\.5"):
+        hvd.Compression.quantized("qsgd", 2.5)
+    with pytest.raises(ValueError, match="give it the momentum, and the optimizer momentum=0"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9), compression=hvd.Compression.dgc()
+        )
+    with pytest.raises(ValueError, match="real gradients only"):
+        reducer_of(nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), compression=hvd.Compression.quantized())
     with pytest.raises(ValueError, match="only DistributedOptimizer"):
         hvd.allreduce(torch.ones(3), compression=hvd.Compression.topk())
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -269,3 +292,75 @@ def test_adasum_is_adasum_on_the_one_rank_of_a_job_that_may_grow(monkeypatch):
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     torch.testing.assert_close(model.bias, before - 0.1)
+
+
+def test_a_warm_up_sends_ever_smaller_shares_down_to_the_ratio():
+    compression = hvd.Compression.topk(0.001, warmup_steps=10)
+    shares = [compression.ratio_at(step) for step in range(12)]
+    assert shares == pytest.approx([0.001 ** (stage / 5) for stage in (1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 5)])
+
+
+def test_momentum_of_a_rank_is_that_of_sgd_until_values_are_left_out_and_sent_values_lose_theirs():
+    def weights_after(optimizer, weight):
+        for step in range(5):
+            weight.grad = None
+            (weight * torch.arange(1.0, 9.0).roll(step)).sum().backward()
+            optimizer.step()
+        return weight.detach()
+
+    def trained(**settings):
+        weight = nn.Parameter(torch.zeros(8))
+        reducer, exchange = reducer_of(nn.ParameterList([weight]), compression=hvd.Compression.dgc(**settings))
+        sgd = torch.optim.SGD([weight], lr=0.1)
+        sgd.register_step_pre_hook(lambda *_: reducer.finish())
+        return weights_after(sgd, weight), exchange.memory[0]
+
+    # All values are sent, so no momentum is left over: plain SGD.
+    plain = nn.Parameter(torch.zeros(8))
+    expected = weights_after(torch.optim.SGD([plain], lr=0.1), plain)
+    sent, memory = trained(ratio=1.0)
+    torch.testing.assert_close(sent, expected)
+    assert not memory[VELOCITY].any()
+    half, memory = trained(ratio=0.5)
+    velocity, unsent, weight = torch.zeros(3, 8)
+    for step in range(5):
+        velocity = 0.9 * velocity + torch.arange(1.0, 9.0).roll(step)
+        unsent = unsent + velocity
+        chosen = unsent.topk(4).indices
+        weight[chosen] -= 0.1 * unsent[chosen]
+        velocity[chosen], unsent[chosen] = 0, 0
+    torch.testing.assert_close(half, weight)
+    torch.testing.assert_close((memory[VELOCITY], memory[RESIDUAL]), (velocity, unsent))
+    clipped, _ = trained(ratio=1.0, clip_norm=0.5)
+    torch.testing.assert_close(clipped, expected * 0.5 / torch.arange(1.0, 9.0).norm())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_one_bit_of_a_few_numbers_of_one_sign_is_their_mean(sign):
+    weight = nn.Parameter(torch.zeros(10))
+    reducer, exchange = reducer_of(nn.ParameterList([weight]), compression=hvd.Compression.quantized("onebit"))
+    weight.grad = sign * torch.ones(10)
+    reducer.finish()
+    torch.testing.assert_close(weight.grad, sign * torch.ones(10))
+    assert exchange.memory[0][RESIDUAL].abs().max() < 1e-6
+
+
+def test_the_gradient_of_half_precision_is_clipped_and_not_lost():
+    weight = nn.Parameter(torch.zeros(4096, dtype=torch.float16))
+    clipping = hvd.Compression.dgc(ratio=1.0, clip_norm=0.5)
+    reducer, _ = reducer_of(nn.ParameterList([weight]), compression=clipping)
+    weight.grad = torch.full((4096,), 2000.0, dtype=torch.float16)
+    reducer.finish()
+    assert weight.grad.float().norm() == pytest.approx(0.5, rel=0.01)
+
+
+def test_the_momentum_of_dgc_is_applied_to_a_single_rank_too():
+    weight = nn.Parameter(torch.zeros(8))
+    dgc = hvd.Compression.dgc(ratio=0.5)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=dgc)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (weight * torch.arange(1.0, 9.0)).sum().backward()
+        optimizer.step()
+    # The momentum of the third and the fourth is 1.9 times their gradient in the second step, their sum 2.9 times.
+    torch.testing.assert_close(weight.detach(), -torch.tensor([0, 0, 8.7, 11.6, 5, 6, 14, 16]))

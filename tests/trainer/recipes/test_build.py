@@ -9,13 +9,7 @@ import torch
 import datasvc.trainer as hvd
 from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes import build
-from datasvc.trainer.recipes.optimizers.foreach_optimizer import (
-    LAMB,
-    LARS,
-    RMSpropSGD,
-    lamb_trust_ratios,
-    lars_trust_ratios,
-)
+from datasvc.trainer.recipes.optimizers.foreach_optimizer import LAMB, LARS, RMSpropSGD, trust_ratios
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
 SHAPES = [(4, 3, 3, 3), (10, 6), (7,)]
@@ -95,7 +89,7 @@ def test_while_the_rate_stays_lars_is_the_paper_s_without_correction_too():
 
 def test_trust_ratios_of_lars_are_the_paper_s_to_a_millionth():
     weights, gradients = [weight.detach() for weight in make_weights()], gradients_of(0)
-    found = lars_trust_ratios(weights, gradients, coefficient=0.001, weight_decay=5e-4)
+    found = trust_ratios(weights, gradients, coefficient=0.001, weight_decay=5e-4)
     for ratio, weight, gradient in zip(found, weights, gradients, strict=True):
         of_weight = norm(weight.double().flatten().tolist())
         wanted = 0.001 * of_weight / (norm(gradient.double().flatten().tolist()) + 5e-4 * of_weight)
@@ -104,15 +98,15 @@ def test_trust_ratios_of_lars_are_the_paper_s_to_a_millionth():
 
 def test_trust_ratios_of_lamb_are_the_paper_s_to_a_millionth():
     weights, steps = [weight.detach() for weight in make_weights()], gradients_of(0)
-    for ratio, weight, step in zip(lamb_trust_ratios(weights, steps), weights, steps, strict=True):
+    for ratio, weight, step in zip(trust_ratios(weights, steps), weights, steps, strict=True):
         wanted = norm(weight.double().flatten().tolist()) / norm(step.double().flatten().tolist())
         assert ratio.item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_where_a_formula_says_nothing_the_trust_ratio_is_one():
     zeros, ones = torch.zeros(3), torch.ones(3)
-    assert [ratio.item() for ratio in lamb_trust_ratios([zeros, ones], [ones, zeros])] == [1, 1]
-    found = lars_trust_ratios([zeros, ones, zeros], [ones, zeros, zeros], coefficient=0.001, weight_decay=0.0)
+    assert [ratio.item() for ratio in trust_ratios([zeros, ones], [ones, zeros])] == [1, 1]
+    found = trust_ratios([zeros, ones, zeros], [ones, zeros, zeros], coefficient=0.001, weight_decay=0.0)
     assert [ratio.item() for ratio in found] == [1, 1, 1]
 
 

@@ -8,7 +8,7 @@ import torch
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes.checkpoints import describe_execution, plan_restore
+from datasvc.trainer.recipes.checkpoints import _resume_optimizer, describe_execution, plan_restore
 from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.model_check import describe_misfit
@@ -42,6 +42,26 @@ def test_the_entry_has_the_exchange_of_heads():
     assert execution.communication == "all-reduce, all-to-all, point-to-point"
 
 
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        ("bsp", ("bsp", 1, "", "synchronous", "all-reduce")),
+        ("postlocal:100:8", ("postlocal:100:8", 8, "", "bounded", "all-reduce")),
+        ("easgd:4:0.9", ("easgd:4:0.9", 4, "center", "bounded", "all-reduce")),
+        ("diloco:32", ("diloco:32", 32, "nesterov", "bounded", "all-reduce")),
+        ("gossip:ring", ("gossip:ring", 1, "", "bounded", "all-to-all")),
+        ("hierarchical:2,8", ("hierarchical:2,8", 8, "", "bounded", "all-reduce")),
+        (
+            "diloco:16:fragments=4,codec=int8",
+            ("diloco:16:fragments=4,codec=int8", 16, "nesterov", "bounded", "all-to-all, all-gather"),
+        ),
+    ],
+)
+def test_the_entry_has_who_waits_for_whom(sync, expected):
+    made = describe_execution(Layout(data=2), sync=sync)
+    assert (made.sync, made.sync_steps, made.outer_optimizer, made.consistency, made.communication) == expected
+
+
 def test_a_rank_restores_the_state_of_its_own_parameters():
     stage = torch.nn.ModuleDict({"last": torch.nn.Linear(3, 2)})
     optimizer = LayoutOptimizer(
@@ -66,6 +86,32 @@ def one_rank():
     hvd.init()
     yield
     hvd.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "num_steps"),
+    [
+        ("gossip:ring", "gossip:ring:1", 5),
+        ("diloco:8", "diloco:8:delay=0", 5),
+        ("gossip:ring", "gossip:exponential", 0),
+        ("gossip:ring", "bsp", None),
+    ],
+)
+def test_a_sync_that_is_written_in_another_way_continues_the_rounds(one_rank, saved, resumed, num_steps):
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters())
+    averages = resumed != "bsp"
+    config = SimpleNamespace(sync=resumed, averages_weights=averages, combines_steps=False)
+    run = SimpleNamespace(
+        config=config,
+        model=layer,
+        optimizer=hvd.Averaging(optimizer, resumed) if averages else optimizer,
+        loss_scale=None,
+    )
+    averaging = {"sync": saved, "num_steps": 5, "outer": None}
+    state = {"optimizer": optimizer.state_dict()}
+    _resume_optimizer(run, SimpleNamespace(version="net@1"), state, {"averaging": averaging}, has_same_ranks=True)
+    assert getattr(run.optimizer, "num_steps", None) == num_steps
 
 
 def linear_run(**sizes):

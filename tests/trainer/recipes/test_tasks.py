@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.models import LogitsWithAuxiliary
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import Examples
+from datasvc.trainer.recipes.training_data import choose_task
 
 CONFIG = TrainConfig(data="d", repo="r", name="m", label_smoothing=0.1, vocabulary=7)
 

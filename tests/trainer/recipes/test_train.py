@@ -26,7 +26,7 @@ from datasvc.models.restoring.restore import read_version
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import Objects
 from datasvc.runs import list_runs, read_run
-from datasvc.shards import ingest
+from datasvc.shards import ingest, open_dataset
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import restore
 from datasvc.trainer.recipes.reporting.recorder import Recorder
@@ -626,7 +626,7 @@ def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_sam
     settings = {"data": "tokens", "vocabulary": VOCABULARY, "model_option": options, "batch_size": 16, "epochs": 2}
     run(repository, "undisturbed", **settings)
 
-    def report_step(run, clock, **facts):
+    def report_step(run, **facts):
         if run.step == 3:
             signal.raise_signal(signal.SIGTERM)
 
@@ -652,7 +652,7 @@ def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_sam
 def test_a_checkpoint_may_be_left_out_where_an_earlier_one_is_still_being_written(repository, capsys, monkeypatch):
     gate = Gate()
 
-    def report_step(run, clock, **facts):
+    def report_step(run, **facts):
         if run.step == 5:
             gate.open()
 
@@ -676,7 +676,7 @@ def test_a_run_goes_on_after_a_checkpoint_that_failed_and_says_so(repository, ca
             return real_write(*arguments)
         raise UnavailableError("the disk is full")
 
-    def report_step(run, clock, **facts):
+    def report_step(run, **facts):
         if run.step == 3:
             run.saves[0][0].wait()
             is_full.clear()
@@ -690,3 +690,43 @@ def test_a_run_goes_on_after_a_checkpoint_that_failed_and_says_so(repository, ca
     said = [(event["event"], event["step"]) for event in events if event["event"] in {"checkpoint", "failed"}]
     assert said == [("failed", 2), ("checkpoint", 4), ("checkpoint", 5)]
     assert [event["error"] for event in events if event["event"] == "failed"] == ["the disk is full"]
+
+
+def test_a_skipped_step_changes_nothing_and_a_resumed_run_keeps_its_skips(repository):
+    settings = {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.1, "max_steps": 6}
+    run(repository, "skip-start", **{**settings, "max_steps": 3})
+    start = state_of(repository, "skip-start@1")
+    run(repository, "skip-start", skip="4", **{**settings, "max_steps": 4})
+    skipped = state_of(repository, "skip-start@2")
+    assert skipped["step"] == 4
+    assert all(torch.equal(start["model"][name], value) for name, value in skipped["model"].items())
+    assert skipped["loader"]["masked"] == {"positions": [[0, 96, 128]]}
+    run(repository, "skip-start", **settings)
+    run(repository, "skip-whole", skip="4", **settings)
+    assert equal_weights(repository, "skip-start@3", "skip-whole@1")
+    run(repository, "skip-none", **settings)
+    assert not equal_weights(repository, "skip-whole@1", "skip-none@1")
+    used = datasvc.open(repository.url).models
+    keys = used.batch_at("skip-none@1", 4).keys
+    assert used.trained_on(["skip-whole"], keys=keys).versions[0].num_samples == 0
+    assert used.trained_on(["skip-none"], keys=keys).versions[0].num_samples == 32
+
+
+def test_samples_of_a_step_are_skipped_and_steps_of_the_past_are_refused(repository):
+    run(repository, "skip-part", skip="2:0-30", max_steps=3)
+    assert state_of(repository, "skip-part@1")["loader"]["masked"] == {"positions": [[0, 32, 63]]}
+    with pytest.raises(ConfigError, match=r"step 2 is in the weights of skip-part@1 already.*--resume never"):
+        run(repository, "skip-part", skip="2", max_steps=5)
+    run(repository, "skip-part", skip="2:0-30", max_steps=4)  # the setting of the version: nothing is past
+    run(repository, "skip-part", skip="2:0-30,5", max_steps=5)  # the list has grown
+    assert state_of(repository, "skip-part@3")["loader"]["masked"] == {"positions": [[0, 32, 63], [0, 128, 160]]}
+    with pytest.raises(ConfigError, match="whose batch has the samples 0 to 31"):
+        run(repository, "skip-part", skip="9:32", max_steps=10)
+    for text, limits in (("6-11", {"max_steps": 10}), ("6-999999999999", {"epochs": 1, "max_steps": None})):
+        end = limits["max_steps"] or len(open_dataset(repository, "digits")["train"]) // 32
+        with pytest.raises(ConfigError, match=f"the run ends at step {end}; give steps up to it, or raise --epochs"):
+            run(repository, "skip-part", skip=text, **limits)
+    options = ("layers=1", "heads=2", "width=32", "dropout=0.0", f"context={BLOCK}")
+    tokens = {"data": "tokens", "vocabulary": VOCABULARY, "model_option": options, "batch_size": 8, "max_steps": 3}
+    run(repository, "skip-tokens", skip="2:0-3", **tokens)
+    assert state_of(repository, "skip-tokens@1")["loader"]["masked"] == {"positions": [[0, 8, 12]]}

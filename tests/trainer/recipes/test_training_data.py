@@ -10,19 +10,12 @@ import datasvc
 from datasvc.errors import ConfigError, StateMismatchError
 from datasvc.ledger.audit import audit
 from datasvc.ledger.file import read_ledger
-from datasvc.loaders import (
-    AugmentConfig,
-    DataRanks,
-    DecodeConfig,
-    DecodeGroup,
-    OrderConfig,
-    PixelFormat,
-    TokenFormat,
-)
-from datasvc.models import describe_model
+from datasvc.loaders import AugmentConfig, DataRanks, DecodeConfig, DecodeGroup, OrderConfig, PixelFormat, TokenFormat
+from datasvc.models import describe_model, find_consumers
+from datasvc.models.versions.data_use import use_text
 from datasvc.planning.layout import Layout
 from datasvc.repository import Repository
-from datasvc.shards import ingest
+from datasvc.shards import ingest, open_dataset
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.data import OrderSettings, TokenSettings
 from datasvc.trainer.recipes.settings.groups.images import DecodeSettings, ImageSettings
@@ -59,6 +52,10 @@ def make_config(repository, **settings):
     return TrainConfig(repo=repository.url, **{**small, **settings})
 
 
+def keys_of(repository, reference):
+    return [sample["key"] for sample in open_dataset(repository, reference)["train"]]
+
+
 def mirror(image, generator):
     """A transform, named by the settings as "module:function"."""
     return image[:, ::-1].copy()
@@ -78,6 +75,60 @@ def test_a_run_trains_on_a_mixture_and_its_entry_names_every_data_version(reposi
     assert describe_model(repository, "mixed").entry["parent"] == "mixed@1"
     with pytest.raises(StateMismatchError):
         train(make_config(repository, name="mixed", data="cats@1:0.5 dogs@1:0.5", mixture_block=8, epochs=2))
+
+
+def test_a_run_trains_on_a_view_and_continues_with_it(repository):
+    data = "cats@1[key <> 'none' and label is not null]"
+    train(make_config(repository, name="viewed", data=data, max_steps=1))
+    train(make_config(repository, name="viewed", data=data, max_steps=2))
+    entry = describe_model(repository, "viewed").entry
+    view = open_dataset(repository, "cats@1")["train"].where("key <> 'none' and label is not null")
+    assert (entry["parent"], entry["data"][0]["state"]["version"]) == ("viewed@1", view.digest)
+    (use,) = entry["data"]
+    assert use_text(use) == f"cats@1/train[{view.view}]"
+    with pytest.raises(StateMismatchError, match=r"cats@1/train\["):
+        train(make_config(repository, name="viewed", data="cats@1", max_steps=3))
+    with pytest.raises(StateMismatchError, match=r"belongs to cats@1/train\[.*'none'.*reads cats@1/train\[.*'other'"):
+        train(make_config(repository, name="viewed", data="cats@1[key <> 'other']", max_steps=3))
+
+
+def test_a_view_without_a_version_is_one_of_the_newest_and_is_recorded_with_its_digests(repository):
+    repo, config = datasvc.open(repository.url), make_config(repository, data="cats[key not like '%[0]]%']")
+    opened = repo.dataset("cats@1[key not like '%[0]]%']")
+    assert resolve_data(repo, config) == [f"cats@1[{opened['train'].digest},{opened['val'].digest}]"]
+
+
+def test_views_may_be_parts_of_a_mixture(repository):
+    viewed = "cats@1[label >= 0]:0.5 dogs@1:0.5"
+    train(make_config(repository, name="parts", data=viewed, mixture_block=8, max_steps=1))
+    (use,) = describe_model(repository, "parts").entry["data"]
+    assert use_text(use) == """cats@1, dogs@1/mixture[cats@1: ("label" >= 0)]"""
+    parts = make_config(repository, data="cats@1[label in (0, 1)]:0.5 dogs@1[key <> 'a b']:1/2").parse_data()
+    assert [reference for reference, _ in parts] == ["cats@1[label in (0, 1)]", "dogs@1[key <> 'a b']"]
+    quoted = ["cats@1[key = 'a] b']", "dogs@1[key like '%[0-9]%' and \"label\"::int = 1]"]
+    parts = make_config(repository, data=f"{quoted[0]}:0.5 {quoted[1]}:1/2").parse_data()
+    assert [reference for reference, _ in parts] == quoted
+    with pytest.raises(ConfigError, match="bracket that is not closed"):
+        make_config(repository, data="cats@1[label in (0, 1)").parse_data()
+
+
+def test_a_resumed_run_may_have_other_weights_ahead_and_not_behind(repository):
+    settings = {
+        "name": "staged",
+        "data": "cats@1:0.75 dogs@1:0.25 birds@1:0",
+        "mixture_block": 8,
+        "epoch_samples": 64,
+    }
+    train(make_config(repository, **settings, stages="16: cats:1 dogs:1; 48: birds:1", max_steps=3))
+    train(make_config(repository, **settings, stages="16: cats:1 dogs:1; 32: birds:1", max_steps=6))
+    entry = describe_model(repository, "staged").entry
+    assert (entry["parent"], entry["step"], entry["data"][0]["state"]["position"]) == ("staged@1", 6, 48)
+    assert [stage["start"] for stage in entry["data"][0]["state"]["mixture"]["stages"]] == [16, 32]
+    owls = find_consumers(repository, ["staged"], keys=keys_of(repository, "birds@1")).to_pandas()
+    # The stage of birds, which was withdrawn from 48 on and begins at 32, has two batches of 8.
+    assert sorted(owls["position"]) == list(range(32, 48))
+    with pytest.raises(StateMismatchError, match="saved with the weights birds@1/train 1 from sample 32 on; this"):
+        train(make_config(repository, **settings, stages="16: cats:1 dogs:1; 40: birds:1"))
 
 
 def test_a_mixture_of_other_data_than_its_checkpoint_is_refused_by_the_names(repository):

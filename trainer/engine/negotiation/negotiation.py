@@ -26,6 +26,8 @@ _Property = Callable[[Request], object]
 # operation, `_BY_KIND` those of one kind.
 _EVERY_KIND: tuple[tuple[str, _Property], ...] = (
     ("operation", lambda request: request.kind.value),
+    # Before the others: ranks at unequal steps may also differ in the fragment, and so in the shape.
+    ("round", lambda request: request.round),
     ("data type", lambda request: _one_or_all(request.dtypes)),
     ("device", lambda request: request.device_type),
 )

@@ -68,6 +68,7 @@ class Request:
         splits: number of rows for each rank of the set (alltoall).
         ranks: members of the process set (add_process_set, remove_process_set).
         layout: checksum of the shapes and strides of the gradients in a flat tensor; it must be equal on all ranks.
+        round: round of an averaging optimizer, such as "step 8 of local:8"; it must be equal on all ranks.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Request:
     splits: tuple[int, ...] | None = None
     ranks: tuple[int, ...] | None = None
     layout: int = 0
+    round: str = ""
 
     @property
     def key(self) -> Key:

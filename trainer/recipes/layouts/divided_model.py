@@ -14,14 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import datasvc.trainer as hvd
-from datasvc.planning.layout import (
-    Layout,
-    LayoutPlan,
-    ModelSizes,
-    RankLayout,
-    plan_layout,
-    stages_per_rank,
-)
+from datasvc.planning.layout import Layout, LayoutPlan, ModelSizes, RankLayout, plan_layout, stages_per_rank
+from datasvc.trainer.gradients.bucket_choice import BUCKET_BYTES
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters, to_local
 from datasvc.trainer.recipes.layouts.tensor import ContextSplit, FusedHeadsParallel, divide_layers, find_tensor_plan
@@ -29,7 +23,6 @@ from datasvc.trainer.recipes.layouts.tensor import ContextSplit, FusedHeadsParal
 # Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
 # so the parameters are sharded over both.
 _MESH_AXES: Final = ("pipeline", "data", "shard", "tensor")
-_BUCKET_BYTES: Final = 25 << 20  # as in `gradients.bucket_choice`
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ def _fill_buckets(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]
     buckets: list[list[torch.Tensor]] = []
     num_bytes = 0
     for gradient in gradients:
-        if not buckets or num_bytes > _BUCKET_BYTES or gradient.dtype != buckets[-1][0].dtype:
+        if not buckets or num_bytes > BUCKET_BYTES or gradient.dtype != buckets[-1][0].dtype:
             buckets.append([])
             num_bytes = 0
         buckets[-1].append(gradient)

@@ -76,9 +76,19 @@ def _by_mesh(weights: list[Any]) -> Iterable[list[Any]]:
     return groups.values()
 
 
-def layer_norms(tensors: list[Tensor]) -> Tensor:
-    """Return the 2-norm of each tensor, `float[len(tensors)]`."""
-    return torch.stack(list(torch._foreach_norm(tensors)))  # noqa: SLF001
+def trust_ratios(
+    weights: list[Tensor], steps: list[Tensor], *, coefficient: float = 1.0, weight_decay: float = 0.0
+) -> list[Tensor]:
+    """Return `coefficient * |w| / (|step| + weight_decay * |w|)` of each layer, as 0-dimensional tensors.
+
+    For LARS (algorithm 1), the steps are gradients, the coefficient is eta and the decay beta of the paper; for LAMB
+    (algorithm 2), they are the steps that AdamW would take at rate 1. The ratio is 1 for a layer whose weights are
+    all 0, as it could otherwise never change, and for a layer whose denominator is 0.
+    """
+    weight_norms, step_norms = (torch.stack(list(torch._foreach_norm(each))) for each in (weights, steps))  # noqa: SLF001
+    denominators = step_norms + weight_decay * weight_norms
+    ratios = torch.where((weight_norms > 0) & (denominators > 0), coefficient * weight_norms / denominators, 1.0)
+    return list(ratios.unbind())
 
 
 class LARS(ForeachOptimizer):
@@ -126,7 +136,7 @@ class LARS(ForeachOptimizer):
         """Update `weights` by the equations of the class: `averages` is u, `directions` is what is added to u."""
         directions = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))  # noqa: SLF001
         if group["adapt"]:
-            ratios = lars_trust_ratios(
+            ratios = trust_ratios(
                 weights, gradients, coefficient=group["trust_coefficient"], weight_decay=group["weight_decay"]
             )
             torch._foreach_mul_(directions, ratios)
@@ -139,20 +149,6 @@ class LARS(ForeachOptimizer):
             else:
                 directions = averages
         torch._foreach_add_(weights, directions, alpha=-group["lr"])
-
-
-def lars_trust_ratios(
-    weights: list[Tensor], gradients: list[Tensor], *, coefficient: float, weight_decay: float
-) -> list[Tensor]:
-    """Return the local rate of each layer (algorithm 1) as a 0-dimensional tensor.
-
-    `coefficient` is eta of the paper, `weight_decay` is beta. The rate is 1 for a layer whose weights are all 0, as
-    it could otherwise never change, and for a layer whose denominator is 0.
-    """
-    weight_norms, gradient_norms = layer_norms(weights), layer_norms(gradients)
-    denominators = gradient_norms + weight_decay * weight_norms
-    ratios = torch.where((weight_norms > 0) & (denominators > 0), coefficient * weight_norms / denominators, 1.0)
-    return list(ratios.unbind())
 
 
 class RMSpropSGD(ForeachOptimizer):
@@ -266,7 +262,7 @@ class LAMB(ForeachOptimizer):
         torch._foreach_div_(steps, divisors)
         torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
         if group["adapt"]:
-            torch._foreach_mul_(steps, lamb_trust_ratios(weights, steps))
+            torch._foreach_mul_(steps, trust_ratios(weights, steps))
         torch._foreach_add_(weights, steps, alpha=-group["lr"])
 
     def _count_step(self, weight: Tensor) -> int:
@@ -277,13 +273,3 @@ class LAMB(ForeachOptimizer):
         count = int(self.state[weight].get("step", 0)) + 1
         self.state[weight]["step"] = count
         return count
-
-
-def lamb_trust_ratios(weights: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """Return the trust ratio `|w| / |r|` of each layer as a 0-dimensional tensor; 1 if either norm is 0.
-
-    `steps` are the `r` of the layers, the steps that AdamW would take at rate 1.
-    """
-    weight_norms, step_norms = layer_norms(weights), layer_norms(steps)
-    ratios = torch.where((weight_norms > 0) & (step_norms > 0), weight_norms / step_norms, 1.0)
-    return list(ratios.unbind())

@@ -15,12 +15,7 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError
 from datasvc.planning.candidates import GLOO, GPUS, ZERO_STAGES, Choices, ExecutionTraits
-from datasvc.planning.cluster import (
-    Cluster,
-    add_cluster_options,
-    parse_bandwidth,
-    parse_clusters,
-)
+from datasvc.planning.cluster import Cluster, add_cluster_options, parse_bandwidth, parse_clusters
 from datasvc.planning.layout import PIPELINE_SCHEDULES, Layout
 from datasvc.planning.layout_step import ComputeTimes, PlannedWork, rate_compute
 from datasvc.planning.memory import state_bytes
@@ -90,7 +85,7 @@ _BACKENDS: Final = {"nccl": GPUS, "gloo": GLOO}
 _RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)FLOPS?(?:/s)?", re.IGNORECASE)
 _FACTORS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 # Options that a training run must have, and a plan does not read.
-_UNUSED: Final = ("--data", "plan", "--repo", "plan", "--name", "plan")
+_UNUSED: Final = ("--data", "--repo", "--name")
 
 
 def main(arguments: Sequence[str], *, prog: str = "datasvc plan layouts") -> None:
@@ -105,7 +100,9 @@ def main(arguments: Sequence[str], *, prog: str = "datasvc plan layouts") -> Non
     """
     # `chosen` has the options of `plan`; all other arguments are options of the training.
     chosen, training_arguments = _make_parser(prog).parse_known_args(arguments)
-    options = parse_options([*_UNUSED, *training_arguments], prog=prog)
+    given = {argument.partition("=")[0] for argument in training_arguments}
+    unused = [word for option in _UNUSED if option not in given for word in (option, "plan")]
+    options = parse_options([*unused, *training_arguments], prog=prog)
     if options.show_config:
         sys.stdout.write(f"{options.describe()}\n")
         return
@@ -222,6 +219,15 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     add("--measured", metavar="FILE", help="profile of this model, written by profile --json: its measured times")
     add("--block-tokens", type=int, metavar="N", help="tokens of a sample [the model's context]")
     add("--classes", type=int, default=_NUM_CLASSES, metavar="N", help="classes of images [%(default)s]")
+    _add_choices(parser)
+    add("--top", type=int, default=10, metavar="N", help="number of layouts to print [%(default)s]")
+    add("--json", action="store_true", help="print one JSON array, with an object for each number of nodes")
+    return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """Add the options for how a layout is executed: those of `Choices` and `ExecutionTraits`."""
+    add = parser.add_argument
     add(
         "--recompute",
         action=argparse.BooleanOptionalAction,
@@ -264,9 +270,6 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         help="processors that a rank has, at most 1: 0.5 if two ranks share one. The rate or the measured times must "
         "then be those of ranks that all compute at the same time [%(default)s]",
     )
-    add("--top", type=int, default=10, metavar="N", help="number of layouts to print [%(default)s]")
-    add("--json", action="store_true", help="print one JSON array, with an object for each number of nodes")
-    return parser
 
 
 def _check_options(chosen: argparse.Namespace, config: TrainConfig) -> None:

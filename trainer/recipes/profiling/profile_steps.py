@@ -18,6 +18,7 @@ from datasvc.planning.cluster import Cluster
 from datasvc.planning.prediction import predict
 from datasvc.planning.step import StepMode
 from datasvc.trainer.recipes.build import compile_model
+from datasvc.trainer.recipes.profiling.measure.compressions import measure_compressions
 from datasvc.trainer.recipes.profiling.measure.layers import Layers, measure_layers
 from datasvc.trainer.recipes.profiling.measure.measure import Bench
 from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
@@ -27,7 +28,13 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 
 
 def profile_steps(
-    config: TrainConfig, clusters: Sequence[Cluster], *, steps: int, rounds: int, checks_modes: bool
+    config: TrainConfig,
+    clusters: Sequence[Cluster],
+    *,
+    steps: int,
+    rounds: int,
+    checks_modes: bool,
+    compressions: Sequence[str] = (),
 ) -> tuple[Profile, list[TimeSpan]]:
     """Return the profile of steps on this rank, and the spans of its trace. Every rank must call this.
 
@@ -37,6 +44,7 @@ def profile_steps(
         steps: number of steps in a timed block.
         rounds: number of timed blocks.
         checks_modes: whether to also time the step in every `StepMode`, to compare with the prediction.
+        compressions: values of `--compression` to predict a step with, on the links of this job.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
@@ -66,7 +74,8 @@ def profile_steps(
                 measured_s[mode] = bench.run(mode, steps)
                 advance()
             measured.append(dataclasses.replace(this_round, measured_s=measured_s))
-    profile = Profile(hvd.size(), run.config, run.task.unit, measured, layers, traffic)
+        reduces = measure_compressions(run, compressions)
+    profile = Profile(hvd.size(), run.config, run.task.unit, measured, layers, traffic, reduces=reduces)
     # On the predicted clusters a message is assumed to have the fixed cost that it has here.
     clusters = [dataclasses.replace(cluster, message_s=traffic.message_s) for cluster in clusters]
     predictions = [predict(profile.costs, cluster) for cluster in clusters]

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 from datasvc.errors import ConfigError
 from datasvc.extras import how_to_install
-from datasvc.models.versions.tracker_runs import TRACKERS
+from datasvc.models.versions.entry_fields import TRACKERS
 
 
 class MetricLog(Protocol):

@@ -86,6 +86,7 @@ class Recorder:
 
     Attributes:
         log: log of the run, on rank 0 of a run that has one.
+        timer: measures the steps.
     """
 
     def __init__(self, device: torch.device, *, is_on: bool, has_own_times: bool = True) -> None:
@@ -93,8 +94,8 @@ class Recorder:
         self._engine: Engine | None = None
         self._is_on = is_on
         self._has_own_times = has_own_times
-        self._parts = StepParts(device)
-        self._times = RankTimes()
+        self.timer = StepTimer(device, has_parts=is_on)
+        self._times = MeanTimes()
         self._next_diagnosis = time.monotonic() + DIAGNOSIS_S
 
     def attach(self, log: RunLog) -> None:
@@ -117,21 +118,16 @@ class Recorder:
         if self.log is not None:  # after an error, the log ends with it
             self.log.report(BUSY)
 
-    def begin_step(self, step: int) -> Mark:
-        """Return the function that `update` calls at the end of each part of the step after `step` others."""
-        return self._parts.begin(step) if self._is_on else mark_nothing
-
-    def report_step(self, step: int, *, step_s: float, wait_s: float, facts: Mapping[str, Any]) -> None:
-        """Record the mean times of the steps since the last report, and on rank 0 further facts."""
+    def report_step(self, step: int, times_s: Mapping[str, float], facts: Mapping[str, Any]) -> None:
+        """Record the mean times of the steps since the last report (`timer.take`), and on rank 0 further facts."""
         if not self._is_on:
             return
-        parts_s = self._parts.take()
         if hvd.size() > 1:
-            self._times.add({"step_s": step_s, "wait_s": wait_s, **parts_s})
+            self._times.add(times_s)
         if self.log is not None:
-            self.log.report("step", step=step, step_s=step_s, wait_s=wait_s, **parts_s, **facts)
-            if wait_s >= STALL_S:
-                self.log.report("stall", step=step, wait_s=wait_s)
+            self.log.report("step", step=step, **times_s, **facts)
+            if times_s["wait_s"] >= STALL_S:
+                self.log.report("stall", step=step, wait_s=times_s["wait_s"])
 
     def report_diagnosis(self, step: int, diagnose: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
         """Record the bottleneck of the loader on rank 0, at most every `DIAGNOSIS_S` seconds unless `now`."""
@@ -167,94 +163,8 @@ class Recorder:
             self.log.close(*outcome_of(error))
 
 
-class StepParts:
-    """Sums the times of the parts of steps, on one rank.
-
-    Args:
-        device: device that computes the steps. On a GPU one step in `GPU_STEPS_PER_SAMPLE` is measured, in which each
-            part ends when the GPU has completed it; elsewhere every step is.
-        now: monotonic clock in seconds.
-    """
-
-    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._device = device
-        self._is_gpu = device.type == "cuda"
-        self._now = now
-        self._last = 0.0
-        self._sums_s: dict[str, float] = {}
-        self._num_steps = 0
-
-    def begin(self, step: int) -> Mark:
-        """Start the step after `step` others; return the function that `update` calls at the end of each part."""
-        if self._is_gpu:
-            if step % GPU_STEPS_PER_SAMPLE:
-                return mark_nothing
-            torch.cuda.synchronize(self._device)
-        self._num_steps += 1
-        self._last = self._now()
-        return self._mark
-
-    def take(self) -> dict[str, float]:
-        """Return the mean seconds of each part over the steps since the last call, {} if none was measured."""
-        num_steps = self._num_steps
-        means = {_fact_name(part): total / num_steps for part, total in self._sums_s.items()}
-        self._sums_s = {}
-        self._num_steps = 0
-        return means
-
-    def _mark(self, part: str) -> None:
-        if self._is_gpu:
-            torch.cuda.synchronize(self._device)
-        now = self._now()
-        self._sums_s[part] = self._sums_s.get(part, 0.0) + now - self._last
-        self._last = now
-
-
-@cache  # every step has the same few parts
-def _fact_name(part: str) -> str:
-    return f"{part.replace('-', '_')}_s"
-
-
-def mark_nothing(_part: str) -> None:
-    """Measure nothing."""
-
-
-class StepClock:
-    """Sums durations over the steps between two reports. Work between steps, such as a commit, does not count."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._took_s = self._waited_s = 0.0
-        self._num_steps = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Mark the start of the next step."""
-        self._began = self._got = self._now()
-
-    def got_batch(self) -> None:
-        """Mark that the batch of this step has arrived."""
-        self._got = self._now()
-
-    def ended_step(self) -> None:
-        """Mark the end of this step and the start of the next."""
-        ended = self._now()
-        self._took_s += ended - self._began
-        self._waited_s += self._got - self._began
-        self._num_steps += 1
-        self._began = ended
-
-    def take(self) -> tuple[float, float]:
-        """Return the mean duration of the steps since the last call, and their mean wait for data, in seconds."""
-        num_steps = max(self._num_steps, 1)  # a call before the first step returns zeros
-        means = self._took_s / num_steps, self._waited_s / num_steps
-        self._took_s = self._waited_s = 0.0
-        self._num_steps = 0
-        return means
-
-
-class RankTimes:
-    """Sums the times of this rank until the ranks compare them."""
+class MeanTimes:
+    """Sums times by name until they are taken as means, each over the number of its additions."""
 
     def __init__(self) -> None:
         self._sums_s: dict[str, float] = {}
@@ -274,6 +184,79 @@ class RankTimes:
         means = {name: total / self._counts[name] for name, total in self._sums_s.items()}
         self._sums_s, self._counts = {}, {}
         return means
+
+
+class StepTimer:
+    """Measures the steps of one rank: their duration, their wait for data, and their parts.
+
+    Work between steps, such as a commit, does not count.
+
+    Args:
+        device: device that computes the steps. On a GPU the parts of one step in `GPU_STEPS_PER_SAMPLE` are measured,
+            each of which ends when the GPU has completed it; elsewhere those of every step.
+        has_parts: whether parts are measured.
+        now: monotonic clock in seconds.
+    """
+
+    def __init__(
+        self, device: torch.device, *, has_parts: bool = True, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._device = device
+        self._is_gpu = device.type == "cuda"
+        self._has_parts = has_parts
+        self._now = now
+        self._means = MeanTimes()
+        self._parts_s: dict[str, float] = {}  # of this step
+        self._last = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Mark the start of the next step."""
+        self._began = self._got = self._now()
+
+    def got_batch(self) -> None:
+        """Mark that the batch of this step has arrived."""
+        self._got = self._now()
+
+    def begin_parts(self, step: int) -> Mark:
+        """Return the function that `update` calls at the end of each part of the step after `step` others."""
+        self._parts_s = {}
+        if not self._has_parts or (self._is_gpu and step % GPU_STEPS_PER_SAMPLE):
+            return mark_nothing
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
+        self._last = self._now()
+        return self._mark
+
+    def end_step(self) -> None:
+        """Mark the end of this step and the start of the next."""
+        ended = self._now()
+        self._means.add({"step_s": ended - self._began, "wait_s": self._got - self._began, **self._parts_s})
+        self._began = ended
+
+    def take(self) -> dict[str, float]:
+        """Return the mean seconds since the last call: `step_s`, `wait_s`, and parts such as `all_reduce_s`.
+
+        Each is the mean over the steps in which it was measured.
+        """
+        return self._means.take()
+
+    def _mark(self, part: str) -> None:
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
+        now = self._now()
+        name = _fact_name(part)
+        self._parts_s[name] = self._parts_s.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+@cache  # every step has the same few parts
+def _fact_name(part: str) -> str:
+    return f"{part.replace('-', '_')}_s"
+
+
+def mark_nothing(_part: str) -> None:
+    """Measure nothing."""
 
 
 def describe_ranks(

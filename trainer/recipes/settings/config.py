@@ -39,6 +39,7 @@ from datasvc.trainer.recipes.settings.groups.training import (
     PrecisionSettings,
     RateSettings,
 )
+from datasvc.trainer.recipes.settings.sync_exclusions import check_exclusions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,12 @@ class TrainConfig(
                 f"precision is 'fp16' and compression is {self.compression!r}, whose unsent part does not go with a "
                 "loss scale that changes; give --precision bf16, or --compression none, fp16 or bf16"
             )
+        if self.moves_momentum and (self.optimizer != "sgd" or self.nesterov):
+            raise ConfigError(
+                f"compression is {self.compression!r}, which applies the momentum of SGD on each rank, and the "
+                f"optimizer is {self.optimizer!r}{' with nesterov' if self.nesterov else ''}; give --optimizer sgd "
+                "without --nesterov, or --compression topk"
+            )
         if self.elastic and self.layout is not None:
             only_data = parse_sizes(self.layout).keys() == {"data"}
             reason = "has a fixed number of ranks" if only_data else "can lose a part of the model with a rank"
@@ -153,6 +160,7 @@ class TrainConfig(
                 "op is 'adasum', which needs a power of two ranks, and the ranks of an elastic run change to any "
                 "number; give --op average, or leave out --elastic"
             )
+        check_exclusions(self)
         # Created only for its errors about the milestones.
         RateSchedule(
             peak=self.learning_rate, epochs=self.epochs, shape=self.schedule, milestones=self.parse_milestones()

@@ -170,6 +170,8 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         usage="%(prog)s --data NAME@VERSION --repo URL --name NAME [--preset NAME] [OPTION ...]",
         description=f"Train a model on this rank. Several ranks: datasvc-run -np 2 {prog} ...",
         argument_default=argparse.SUPPRESS,
+        # Else a typing error, such as `--stop-on`, is the option that begins in this way.
+        allow_abbrev=False,
     )
     parser.add_argument("--preset", metavar="NAME", help=f"start from a published recipe: {', '.join(PRESETS)}")
     parser.add_argument(
@@ -211,12 +213,23 @@ def _parse_as(field_type: FieldType) -> dict[str, Any]:
     # The choices are shown here and checked by `TrainConfig`, which also gets values that are no options.
     metavar = f"{{{','.join(field_type.choices)}}}" if field_type.choices else field_type.metavar
     if field_type.is_words:
-        return {"type": str, "metavar": metavar, "nargs": "+"}
+        return {"type": str, "metavar": metavar, "nargs": "+", "action": _AllAtOnce}
     if not field_type.is_tuple:
         return {"type": field_type.kind, "metavar": metavar}
     if field_type.length is None:
-        return {"type": field_type.kind, "metavar": metavar, "nargs": "*"}
+        return {"type": field_type.kind, "metavar": metavar, "nargs": "*", "action": _AllAtOnce}
     return {"type": field_type.kind, "metavar": tuple(metavar.split()), "nargs": field_type.length}
+
+
+class _AllAtOnce(argparse.Action):
+    """Stores all values of an option; the second of two equal options is an error, and does not replace the first."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if hasattr(namespace, self.dest):
+            parser.error(f"argument {option}: given twice; give all of its values after one {option}")
+        setattr(namespace, self.dest, values)
 
 
 def _read_helps(group: type[SettingGroup]) -> dict[str, str]:

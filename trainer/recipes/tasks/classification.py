@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import pyarrow as pa
@@ -27,7 +28,7 @@ from datasvc.loaders.core.mixture import weighted_splits
 from datasvc.shards import Split, open_dataset
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import MAX_CLASSES
-from datasvc.trainer.recipes.models import build_model, combine_losses
+from datasvc.trainer.recipes.models import build_model, combine_losses, main_logits
 from datasvc.trainer.recipes.models.registry import import_function
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.training import IMAGE_MODEL
@@ -46,6 +47,8 @@ class Classification:
     unit: ClassVar[str] = "images"
     default_model: ClassVar[str] = IMAGE_MODEL
     num_sums: ClassVar[int] = 4
+    masks_samples = False
+    losses: list[Tensor] | None = None
 
     def __init__(self, config: TrainConfig, split: Split | Mixture) -> None:
         self._config = config
@@ -54,8 +57,8 @@ class Classification:
 
     @property
     def targets_vary(self) -> bool:
-        """Whether ranks may have different numbers of targets in a step: images that do not decode have none."""
-        return self._config.on_bad == "mask"
+        """Whether ranks may have different numbers of targets: images that do not decode or are masked have none."""
+        return self._config.on_bad == "mask" or self.masks_samples
 
     def open_loader(
         self, split: Split | Mixture, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
@@ -94,22 +97,24 @@ class Classification:
         images = batch.images.to(device)
         if self._config.channels_last:
             images = images.permute(0, 3, 1, 2)  # a view: the loader's memory is channels-last already
-        labels = batch.labels
-        if self._config.on_bad == "mask":
-            labels = labels.masked_fill(~batch.mask, NO_TARGET)
+        # Not only if `targets_vary`: a shard may have purged samples that no table lists.
+        labels = batch.labels.masked_fill(~batch.mask, NO_TARGET)
         return Examples(images, labels.to(device), batch.mask.to(device))
 
     def count_targets(self, examples: Examples) -> int:
-        """Return the number of images that decode; training batches have no padding."""
-        return int(examples.mask.sum()) if self._config.on_bad == "mask" else len(examples.targets)
+        """Return the number of images that decode and are not masked; training batches have no padding."""
+        return int(examples.mask.sum()) if self.targets_vary else len(examples.targets)
 
     def sum_loss(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the cross entropy, including that of auxiliary classifiers of the model."""
+        cross_entropy = partial(F.cross_entropy, label_smoothing=self._config.label_smoothing)
+        outputs = model(examples.inputs)
+        if self.losses is not None:
+            with torch.no_grad():
+                logits = main_logits(outputs).float()
+                self.losses.append(cross_entropy(logits, examples.targets, reduction="none"))
         return combine_losses(
-            model(examples.inputs),
-            lambda logits: F.cross_entropy(
-                logits.float(), examples.targets, reduction="sum", label_smoothing=self._config.label_smoothing
-            ),
+            outputs, lambda logits: cross_entropy(logits.float(), examples.targets, reduction="sum")
         )
 
     def sum_metrics(self, model: Callable[..., Any], examples: Examples) -> Tensor:

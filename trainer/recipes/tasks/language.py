@@ -35,6 +35,8 @@ class LanguageModelling:
     unit: ClassVar[str] = "blocks"
     default_model: ClassVar[str] = TEXT_MODEL
     num_sums: ClassVar[int] = 3
+    masks_samples = False
+    losses: list[torch.Tensor] | None = None
     targets_vary: ClassVar[bool] = True
 
     def __init__(self, config: TrainConfig, split: Split | Mixture) -> None:
@@ -110,14 +112,18 @@ class LanguageModelling:
         return int((examples.targets != NO_TARGET).sum())
 
     def sum_loss(self, model: Callable[..., Any], examples: Examples) -> Tensor:
-        """Return the cross entropy of all next tokens."""
-        return F.cross_entropy(
+        """Return the cross entropy of all next tokens; the loss of a block in `losses` is its mean."""
+        losses = F.cross_entropy(
             model(examples.inputs, **examples.extra).float().flatten(0, 1),
             examples.targets.flatten(),
             ignore_index=NO_TARGET,
-            reduction="sum",
+            reduction="sum" if self.losses is None else "none",
             label_smoothing=self._config.label_smoothing,
         )
+        if self.losses is not None:
+            of_blocks = losses.detach().view(examples.targets.shape).sum(1)
+            self.losses.append(of_blocks / (examples.targets != NO_TARGET).sum(1).clamp(min=1))
+        return losses.sum()
 
     def sum_metrics(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the number of correct tokens, the sum of cross entropies, and the number of tokens."""

@@ -28,7 +28,7 @@ class Examples:
     Attributes:
         inputs: `[n, ...]`, inputs of the model.
         targets: `[n, ...]`, expected outputs.
-        mask: `bool[n]`, False for padding.
+        mask: `bool[n]`, False for padding and masked samples.
         extra: further arguments of the model by name, `[n, ...]` each.
     """
 
@@ -74,11 +74,18 @@ class DataPlacement:
 
 
 class Task(Protocol):
-    """A learning task; built from the settings of a run and the samples to train on."""
+    """A learning task; built from the settings of a run and the samples to train on.
+
+    Attributes:
+        masks_samples: whether the run masks samples, see `Masked`; the same on all ranks.
+    """
+
+    masks_samples: bool
 
     unit: ClassVar[str]  # name of the samples, for throughput, such as "images"
     default_model: ClassVar[str]
     num_sums: ClassVar[int]  # number of sums that `sum_metrics` returns
+    losses: list[Tensor] | None  # `sum_loss` appends the losses of the samples, `float32[n]`, if this is a list
 
     @property
     def targets_vary(self) -> bool:

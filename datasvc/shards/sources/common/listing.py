@@ -22,12 +22,7 @@ from datasvc.repository.marker import MARKER
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.urls import resolve_url, split_existing
-from datasvc.shards.sources.common.file_checks import (
-    check_complete,
-    hidden_label,
-    hidden_part,
-    is_hidden_name,
-)
+from datasvc.shards.sources.common.file_checks import check_complete, hidden_label, hidden_part, is_hidden_name
 from datasvc.shards.sources.common.streams import COMPRESSIONS
 
 _BRACES = re.compile(r"\{([^{}]*)\}")

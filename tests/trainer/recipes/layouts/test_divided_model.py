@@ -84,7 +84,7 @@ def test_recomputation_reaches_the_engine(monkeypatch, recompute):
 
 
 def test_gradients_are_summed_over_data_in_messages_of_one_dtype(monkeypatch):
-    monkeypatch.setattr(divided_model, "_BUCKET_BYTES", 64)
+    monkeypatch.setattr(divided_model, "BUCKET_BYTES", 64)
     sent = []
 
     def double(total, *, group):

@@ -3,12 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 import datasvc.trainer as hvd
 from datasvc.planning.layout import PIPELINE_SCHEDULES, ModelSizes, stages_per_rank

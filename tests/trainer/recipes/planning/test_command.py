@@ -196,3 +196,10 @@ def test_token_data_have_a_gpt_and_images_a_small_network():
     assert CONFIG.model_or_default == "gpt"
     assert dataclasses.replace(CONFIG, vocabulary=None).model_or_default == "small-cnn"
     assert dataclasses.replace(CONFIG, model="vgg16").model_or_default == "vgg16"
+
+
+def test_the_options_of_a_training_are_taken_as_they_are_given_to_it(capsys):
+    main(["--data", "a@1:0.5", "b@1:0.5", "--repo=r", "--show-config"])
+    shown = capsys.readouterr().out
+    assert "a@1:0.5 b@1:0.5" in shown
+    assert "plan" in shown  # the name, which a plan does not read

@@ -4,7 +4,6 @@ import json
 import os
 
 from datasvc.trainer.recipes.reporting.events import JsonEvents, ProgressLine, TerminalEvents, choose_events
-from datasvc.trainer.recipes.reporting.recorder import StepClock
 from tests.support.terminals import read_terminal
 
 FACTS = {"step": 7, "epoch": 1, "progress": 0.25, "loss": 0.5, "rate": 0.1, "step_s": 0.2, "wait_s": 0.05}
@@ -43,14 +42,3 @@ def test_the_time_left_is_what_the_rest_takes_at_the_speed_so_far():
     assert line.update(STEP).endswith("time left unknown")
     assert line.update({**STEP, "progress": 0.5}).endswith("0:00 left")
     assert line.update({**STEP, "progress": 0.75}).endswith("0:45 left")
-
-
-def test_a_clock_tells_waits_from_steps_and_counts_nothing_in_between():
-    times = iter([0.0, 1.0, 3.0, 100.0, 104.0, 106.0])
-    clock = StepClock(lambda: next(times))
-    clock.got_batch()
-    clock.ended_step()
-    clock.restart()
-    clock.got_batch()
-    clock.ended_step()
-    assert clock.take() == (4.5, 2.5)

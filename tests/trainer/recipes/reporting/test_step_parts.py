@@ -2,26 +2,51 @@ import pytest
 import torch
 
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes.reporting.recorder import RankTimes, StepParts, describe_ranks
+from datasvc.trainer.recipes.reporting.recorder import MeanTimes, StepTimer, describe_ranks
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import has_own_times
 
 
 def test_the_parts_of_steps_are_means_over_the_steps_since_the_last_call():
-    times = iter([0.0, 1.0, 3.0, 4.0, 10.0, 11.0, 12.0])
-    parts = StepParts(torch.device("cpu"), now=lambda: next(times))
-    mark = parts.begin(0)
+    times = iter([0.0, 0.0, 0.0, 1.0, 3.0, 4.0, 6.0, 8.0, 10.0, 11.0, 12.0, 13.0, 16.0])
+    timer = StepTimer(torch.device("cpu"), now=lambda: next(times))
+    timer.got_batch()
+    mark = timer.begin_parts(0)
+    for part in ("forward", "backward", "forward"):
+        mark(part)
+    timer.end_step()
+    timer.got_batch()
+    mark = timer.begin_parts(1)
     for part in ("forward", "backward", "all-reduce"):
         mark(part)
-    mark = parts.begin(1)
-    for part in ("forward", "backward"):
-        mark(part)
-    assert parts.take() == {"forward_s": 1.0, "backward_s": 1.5, "all_reduce_s": 0.5}
-    assert parts.take() == {}
+    timer.end_step()
+    means = {"step_s": 8.0, "wait_s": 1.0, "forward_s": 1.5, "backward_s": 1.5, "all_reduce_s": 1.0}
+    assert timer.take() == means
+    assert timer.take() == {}
+
+
+def test_a_step_that_failed_leaves_no_parts_to_the_next():
+    times = iter([0.0, 0.0, 5.0, 10.0, 11.0, 12.0])
+    timer = StepTimer(torch.device("cpu"), now=lambda: next(times))
+    timer.begin_parts(0)("forward")
+    timer.begin_parts(0)("forward")
+    timer.end_step()
+    assert timer.take()["forward_s"] == 1.0
+
+
+def test_a_clock_tells_waits_from_steps_and_counts_nothing_in_between():
+    times = iter([0.0, 1.0, 3.0, 100.0, 104.0, 106.0])
+    timer = StepTimer(torch.device("cpu"), now=lambda: next(times))
+    timer.got_batch()
+    timer.end_step()
+    timer.restart()
+    timer.got_batch()
+    timer.end_step()
+    assert timer.take() == {"step_s": 4.5, "wait_s": 2.5}
 
 
 def test_the_times_of_a_rank_are_means_of_what_was_measured():
-    times = RankTimes()
+    times = MeanTimes()
     assert not times
     times.add({"step_s": 1.0, "forward_s": 0.5})
     times.add({"step_s": 3.0})
@@ -57,6 +82,7 @@ def test_where_ranks_wait_in_every_part_no_rank_is_called_a_straggler():
         (Layout(shard=2), {"layout": "shard=2", "zero": 1}, True),
         (Layout(shard=2), {"layout": "shard=2"}, False),
         (Layout(data=2), {"op": "adasum"}, False),
+        (Layout(data=2), {"sync": "local:8"}, False),
         (Layout(data=2), {"sync_batch_norm": True}, False),
     ],
 )

@@ -41,6 +41,7 @@ SETTINGS = {
         "device": "device",
         "decode": "decode",
         "ledger": "ledger",
+        "masked": "skip",
         "decode_group": "decode_group",
     },
     TokenLoader: {
@@ -54,8 +55,9 @@ SETTINGS = {
         "order": "lanes",
         "prefetch": "prefetch",
         "ledger": "ledger",
+        "masked": "skip",
     },
-    Mixture: {"parts": "data", "epoch_samples": "epoch_samples", "block": "mixture_block"},
+    Mixture: {"parts": "data", "epoch_samples": "epoch_samples", "block": "mixture_block", "stages": "stages"},
     Cache: {"folder": "cache", "budget": "cache_budget", "tenant": "tenant", "peers": "peers"},
     OrderConfig: {name: name for name in ("seed", "shuffle", "lanes", "block", "sticky")},
     AugmentConfig: {
@@ -78,7 +80,9 @@ SETTINGS = {
         "end": "end_token",
     },
     DataRanks: {},
-    hvd.Compression.topk: {"ratio": "compression"},
+    hvd.Compression.topk: {"ratio": "compression", "warmup_steps": "compression"},
+    hvd.Compression.dgc: {"ratio": "compression", "warmup_steps": "compression", "momentum": "momentum"},
+    hvd.Compression.quantized: {"codec": "compression", "levels": "compression"},
     hvd.Compression.powersgd: {"rank": "compression", "start_iteration": "compression"},
     LARS: {
         **{name: name for name in ("momentum", "weight_decay", "trust_coefficient", "nesterov")},
@@ -122,6 +126,8 @@ EXCLUDED = {
         "silent_s": "only for jobs that are stopped by hand",
     },
     PixelFormat: {"output": "models take float32; --precision computes in 16 bits"},
+    hvd.Compression.dgc: {"clip_norm": "--clip-norm limits the gradient that is applied"},
+    hvd.Compression.quantized: {"seed": "each rank and each step has random numbers of its own with any seed"},
     hvd.Compression.powersgd: {
         "min_compression_rate": "below its default a matrix is hardly smaller than its two factors",
         "seed": "the same on all ranks; the basis is replaced after the first step",
@@ -161,6 +167,9 @@ WITHOUT_SETTINGS = {
     "ImageBatch": "what a loader serves",
     "TokenBatch": "what a loader serves",
     "Loader": "the base class of the loaders",
+    "MixtureStage": "a stage of `stages`, which is a text",
+    "Masked": "made of the steps of --skip",
+    "MaskedRows": "a part of `Masked`",
     "LoaderCollector": "what Prometheus reads; `metrics_port` serves it",
 }
 

@@ -26,8 +26,13 @@ ENVIRON = {"DATASVC_REPO": "/r", "DATASVC_CACHE": "/c", "DATASVC_PEERS": "http:/
 WORDS = ["--data", "d@1", "--repo", "r", "--name", "m"]
 
 
+def with_required(*words):
+    """Return the words with the required options in front, without `--data` if they have it: it is given once."""
+    return [*(WORDS[2:] if "--data" in words else WORDS), *words]
+
+
 def config_of(*words):
-    return parse_options([*WORDS, *words]).config()
+    return parse_options(with_required(*words)).config()
 
 
 @pytest.fixture
@@ -157,7 +162,7 @@ def test_settings_out_of_range_are_refused_before_anything_runs(change):
 )
 def test_a_refused_setting_is_named_with_what_to_change(words, message):
     with pytest.raises(ConfigError, match=message):
-        parse_options([*WORDS, *words], environ={}).config()
+        parse_options(with_required(*words), environ={}).config()
 
 
 def test_the_size_of_buckets_is_a_size_or_chosen_from_the_first_steps():
@@ -294,6 +299,28 @@ def test_the_parts_of_a_mixture_are_words_of_one_option(tmp_path):
         ("b", Fraction(1, 2)),
     )
     assert config_of("--data", "a@best:val_loss").parse_data() == (("a@best:val_loss", Fraction(1)),)
+
+
+def test_stages_name_the_data_sets_of_a_mixture():
+    data = ["--data", "web@1:0.7", "books@best:val_loss:0.3", "pets@3[label != 'cat']:0"]
+    stages = "1_000: web:1 books@best:val_loss:1/2; ramp to 2000: pets:3;"
+    assert config_of(*data, "--stages", stages).parse_stages() == [
+        (1000, (Fraction(1), Fraction(1, 2), Fraction(0)), False),
+        (2000, (Fraction(0), Fraction(0), Fraction(3)), True),
+    ]
+    assert config_of(*data).parse_stages() == []
+    for wrong, message in {
+        "web:1": "stages has 'web:1'; expected stages as SAMPLES: NAME:WEIGHT",
+        "1e3: web:1": "expected stages as SAMPLES",
+        "10: web": "stages has 'web'; expected each data set of a mixture as REFERENCE:WEIGHT",
+        "10: web:-1": "stages has 'web:-1'",
+        "10: cats:1": r"'cats' in '10: cats:1'; expected one of the data sets web@1, books@best:val_loss, pets@3\[.*",
+        "10: web:1 web@1:1": "'web@1' in '10: web:1 web@1:1'; expected one of",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            config_of(*data, "--stages", wrong)
+    with pytest.raises(ConfigError, match="mixture_block, epoch_samples and stages are settings of a mixture"):
+        config_of("--data", "web@1", "--stages", "10: web:1")
 
 
 MISTAKES = [

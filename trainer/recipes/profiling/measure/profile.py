@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from datasvc.planning.prediction import Prediction, find_limit
 from datasvc.planning.step import Message, StepCosts, StepMode, exposed_reduce_s, step_time
+from datasvc.trainer.recipes.profiling.measure.compressions import ReduceCost, describe_compressed, predict_compressed
 from datasvc.trainer.recipes.profiling.measure.layers import LayerCost, Layers
 from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -61,6 +62,7 @@ class Profile:
         layers: layers as rank 0 measured them.
         traffic: messages of a step of the job.
         predictions: predictions for other clusters.
+        reduces: costs of gradients with the run's compression, then with others; empty if none were measured.
     """
 
     world_size: int
@@ -70,6 +72,7 @@ class Profile:
     layers: Layers
     traffic: StepTraffic
     predictions: Sequence[Prediction] = ()
+    reduces: Sequence[ReduceCost] = ()
 
     @property
     def costs(self) -> StepCosts:
@@ -119,6 +122,7 @@ class Profile:
             "verdict": dataclasses.asdict(find_limit(costs)),
             "rounds": [measured.to_dict() for measured in self.rounds],
             "predictions": [dataclasses.asdict(prediction) for prediction in self.predictions],
+            "compressions": [dataclasses.asdict(step) for step in predict_compressed(costs, self.reduces)],
             "notes": self.notes,
         }
 
@@ -134,6 +138,7 @@ class Profile:
                 "",
                 *self._modes(),
                 *self._other_clusters(),
+                *(["", *describe_compressed(predict_compressed(self.costs, self.reduces))] if self.reduces else []),
                 "",
                 *self.notes,
                 str(find_limit(self.costs)),

@@ -24,8 +24,7 @@ from datasvc.trainer.recipes.profiling.measure.layer_times import synchronize
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.start import choose_place, open_cache
-from datasvc.trainer.recipes.tasks.choose_task import choose_task
-from datasvc.trainer.recipes.training_data import open_data, resolve_data
+from datasvc.trainer.recipes.training_data import choose_task, open_data, resolve_data
 from datasvc.trainer.recipes.update import Learner
 
 PARTS: Final = ("io", "transfer", "targets", "forward", "backward", "all-reduce", "update")
@@ -103,6 +102,8 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
     """
     if config.combines_steps:
         raise ConfigError("op is adasum; a profile measures all-reduces of gradients: give --op average")
+    if config.averages_weights:
+        raise ConfigError(f"sync is {config.sync}; a profile measures all-reduces of gradients: give --sync bsp")
     repo = datasvc.open(config.repo)
     versions = call_on_first_rank(lambda: resolve_data(repo, config), name="profile")
     samples = open_data(repo, config, versions).train

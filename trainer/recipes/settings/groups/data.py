@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from datasvc.errors import ConfigError
-from datasvc.repository.logs.references import parse_reference
+from datasvc.repository.logs.references import parse_reference, split_selection, split_words
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup, Words, naming
+
+_STAGE: Final = re.compile(r"(?P<ramp>ramp to )?(?P<samples>[0-9][0-9_]*):\s+(?P<weights>\S.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +23,13 @@ class DataSettings(SettingGroup):
     Attributes:
         data: data-set reference, such as "digits@1"; resolved once, at the start of the run. Several with weights are
             a mixture: "digits@1:0.8 letters@2:0.2". A weight is the share of the samples that are trained on.
+            A condition in brackets, or the name of a view, selects samples: "pets@3[label != 'cat']".
         repo: repository URL.
         mixture_block: samples of a mixture over which the shares are exact; see `Mixture`.
-        epoch_samples: samples of an epoch of a mixture; None: the samples of all its data sets.
+        epoch_samples: samples of an epoch of a mixture; None: the samples of its data sets with a weight in `data`.
+        stages: later weights of a mixture, such as "1_000_000: web:1 books:1; ramp to 2_000_000: books:1". A number
+            is that of samples, over all epochs; after "ramp to" the weights change linearly until then. Data sets are
+            named as in `data`, with or without their versions; those that a stage does not name are not read.
     """
 
     title: ClassVar[str] = "data"
@@ -30,18 +38,20 @@ class DataSettings(SettingGroup):
     repo: Annotated[str, Metavar("URL")]
     mixture_block: Annotated[int, Metavar("SAMPLES"), Range(1)] = 4096
     epoch_samples: Annotated[int | None, Metavar("SAMPLES"), Range(1)] = None
+    stages: Annotated[str | None, Metavar("SAMPLES: NAME:WEIGHT ...; ...")] = None
 
     def check(self) -> None:
         """Check the form of references and weights."""
         parts = self.parse_data()
         for reference, _ in parts:
             with naming("data", reference):
-                parse_reference(reference)
-        defaults = (DataSettings.mixture_block, DataSettings.epoch_samples)
-        if len(parts) == 1 and (self.mixture_block, self.epoch_samples) != defaults:
+                parse_reference(split_selection(reference)[0])
+        self.parse_stages()
+        defaults = (DataSettings.mixture_block, DataSettings.epoch_samples, DataSettings.stages)
+        if len(parts) == 1 and (self.mixture_block, self.epoch_samples, self.stages) != defaults:
             raise ConfigError(
-                "mixture_block and epoch_samples are settings of a mixture; give --data several data sets with "
-                "weights, such as --data digits@1:0.8 letters@2:0.2"
+                "mixture_block, epoch_samples and stages are settings of a mixture; give --data several data sets "
+                "with weights, such as --data digits@1:0.8 letters@2:0.2"
             )
 
     def parse_data(self) -> tuple[tuple[str, Fraction], ...]:
@@ -50,23 +60,59 @@ class DataSettings(SettingGroup):
         Raises:
             ConfigError: a part of a mixture has no weight, or one that is not a finite number of 0 or more.
         """
-        words = self.data.split()
+        words = split_words(self.data)
         if len(words) < 2:
             return ((self.data.strip(), Fraction(1)),)
-        parts = []
-        for word in words:
-            # From the right, because a reference such as digits@best:val_loss has colons too.
-            reference, _, weight = word.rpartition(":")
-            try:
-                parts.append((reference, _parse_weight(weight)))
-            except (ValueError, OverflowError, ZeroDivisionError):
-                parts.append((reference, Fraction(-1)))
-            if not reference or parts[-1][1] < 0:
+        return tuple(_parse_parts(words, "data"))
+
+    def parse_stages(self) -> list[tuple[int, tuple[Fraction, ...], bool]]:
+        """Return samples, weights of the data sets of `data` and whether it is a ramp, of each later stage.
+
+        Raises:
+            ConfigError: a stage has another form, or names something else than one of the data sets.
+        """
+        references = [reference for reference, _ in self.parse_data()]
+        stages = []
+        for text in filter(None, map(str.strip, (self.stages or "").split(";"))):
+            match = _STAGE.fullmatch(text)
+            if match is None:
                 raise ConfigError(
-                    f"data has {word!r}; expected each data set of a mixture as REFERENCE:WEIGHT, such as "
-                    "digits@1:0.8, with a finite weight of 0 or more"
+                    f"stages has {text!r}; expected stages as SAMPLES: NAME:WEIGHT ..., with semicolons between "
+                    "them, such as '1_000_000: web:1 books:1; ramp to 2_000_000: books:1'"
                 )
-        return tuple(parts)
+            weights = [Fraction(0)] * len(references)
+            for name, weight in _parse_parts(split_words(match["weights"]), "stages"):
+                named = [
+                    number for number, each in enumerate(references) if name in (each, re.split("[@[]", each)[0])
+                ]
+                if len(named) != 1 or weights[named[0]]:
+                    raise ConfigError(
+                        f"stages has {name!r} in {text!r}; expected one of the data sets {', '.join(references)}, "
+                        "once"
+                    )
+                weights[named[0]] = weight
+            stages.append((int(match["samples"]), tuple(weights), match["ramp"] is not None))
+        return stages
+
+
+def _parse_parts(words: Sequence[str], setting: str) -> list[tuple[str, Fraction]]:
+    """Return reference and weight of the data sets of a mixture. Raises ConfigError: one has another form."""
+    parts = []
+    for word in words:
+        # From the right, because a reference such as digits@best:val_loss has colons too.
+        reference, _, weight = word.rpartition(":")
+        if "]" in weight:  # a colon of a condition
+            reference, weight = word, ""
+        try:
+            parts.append((reference, _parse_weight(weight)))
+        except (ValueError, OverflowError, ZeroDivisionError):
+            parts.append((reference, Fraction(-1)))
+        if not reference or parts[-1][1] < 0:
+            raise ConfigError(
+                f"{setting} has {word!r}; expected each data set of a mixture as REFERENCE:WEIGHT, such as "
+                "digits@1:0.8, with a finite weight of 0 or more"
+            )
+    return parts
 
 
 def _parse_weight(text: str) -> Fraction:

@@ -11,8 +11,7 @@ from datasvc.repository.logs.references import choose_metric_mode
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
 
 if TYPE_CHECKING:
-    from datasvc.loaders.augment.augment import AugmentConfig
-    from datasvc.loaders.augment.transform import Transform
+    from datasvc.loaders.augment.augment import AugmentConfig, Transform
 
 
 @dataclass(frozen=True, kw_only=True)

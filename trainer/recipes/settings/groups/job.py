@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from datasvc.errors import ConfigError
+from datasvc.ledger.skipped_steps import parse_skip
 from datasvc.models.saving.save_policy import parse_duration, parse_policy
 from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.trainer.recipes.reporting.metric_logs import check_logs
@@ -75,6 +76,9 @@ class StartSettings(SettingGroup):
             data; a run that continues a checkpoint ignores it. None: random weights.
         init_exclude: tensors that keep their random weights with `init_from`, such as "head": names, prefixes of
             whole segments, or patterns with `*`.
+        skip: steps after the start whose batches are not trained on, such as "1200-1210,1300"; or samples of the
+            batch of a step, "1205:0-31". A step of which nothing is left changes no weight, but counts. Later steps
+            keep their batches. The checkpoints have the skipped positions, so a resumed run needs no `skip`.
     """
 
     title: ClassVar[str] = "start of the run"
@@ -82,9 +86,12 @@ class StartSettings(SettingGroup):
     resume: Annotated[str, Metavar("{auto,never,NAME@VERSION}")] = "auto"
     init_from: Annotated[str | None, Metavar("NAME@VERSION")] = None
     init_exclude: Annotated[tuple[str, ...], Metavar("TENSOR")] = ()
+    skip: Annotated[str | None, Metavar("STEPS")] = None
 
     def check(self) -> None:
-        """Check the forms of the versions, and that at most one of them is given."""
+        """Check the forms of versions and steps, and that at most one version is given."""
+        if self.skip is not None:
+            parse_skip(self.skip)
         if self.resume not in ("auto", "never") and "@" not in self.resume:
             raise ConfigError(
                 f"resume is {self.resume!r}; expected 'auto', 'never' or a version such as 'digits-cnn@3'"
@@ -176,6 +183,8 @@ class ReportSettings(SettingGroup):
     Attributes:
         run_log: write a log of the run to the repository, which `datasvc runs` and `datasvc ui` show.
         log_to: experiment trackers: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
+        signals: record the loss of every sample, in 2 bytes a sample and epoch, for `repo.datasets`' columns; needs
+            the log of the run. None: nothing is recorded.
         report_every: steps between reports; each report waits for the device.
         metrics_port: port on which the first rank of a node serves the metrics of its loaders for Prometheus; the
             next ranks of the node use the next ports. None: no metrics.
@@ -187,13 +196,16 @@ class ReportSettings(SettingGroup):
 
     run_log: bool = True
     log_to: Annotated[tuple[str, ...], Metavar("TRACKER:TARGET")] = ()
+    signals: Literal["loss"] | None = None
     report_every: Annotated[int, Metavar("STEPS"), Range(1)] = 1
     metrics_port: Annotated[int | None, Metavar("PORT"), Range(1)] = None
     profile: Annotated[str | None, Metavar("FILE")] = None
 
     def check(self) -> None:
-        """Check the trackers, and that the folder of the trace exists."""
+        """Check the trackers and signals, and that the folder of the trace exists."""
         check_logs(self.log_to)
+        if self.signals is not None and not self.run_log:
+            raise ConfigError("signals belong to the log of the run; leave out --no-run-log, or --signals")
         # Check the folder now: the trace is written at the end of an epoch, which may be hours away.
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
             raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist; create the folder first")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from datasvc.errors import ConfigError
 from datasvc.sizes import parse_size
+from datasvc.trainer.optim.sync_policy import SyncPolicy, parse_sync
 from datasvc.trainer.recipes.optimizers.parameter_groups import Decayed
 from datasvc.trainer.recipes.optimizers.precision import Precision
 from datasvc.trainer.recipes.optimizers.schedules import RateScaling, Shape
@@ -21,6 +22,11 @@ TEXT_MODEL: Final = "gpt"
 """The default model of token data."""
 
 
+_COMPRESSIONS: Final = "{none,fp16,bf16,topk:SHARE[:STEPS],dgc:SHARE[:STEPS],powersgd:RANK[:STEPS],quantized:CODEC}"
+_SYNCS: Final = (
+    "{bsp,local:STEPS,postlocal:STEPS:STEPS,hierarchical:STEPS,STEPS,easgd:STEPS:BETA,"
+    "diloco:STEPS[:OPTIONS],gossip:GRAPH[:STEPS]}"
+)
 _PLAIN: Final = ("none", "fp16", "bf16")  # the compressions without a number, which keep nothing between steps
 
 
@@ -197,8 +203,9 @@ def parse_compression(text: str) -> CompressionChoice:
     """Return the compression that a text describes.
 
     Args:
-        text: "none", "fp16", "bf16"; "topk:SHARE" with 0 < SHARE <= 1; "powersgd:RANK" or "powersgd:RANK:STEPS", with
-            STEPS steps without compression at the start.
+        text: "none", "fp16", "bf16"; "topk:SHARE" or "dgc:SHARE" with 0 < SHARE <= 1, and ":STEPS" for a warm-up;
+            "powersgd:RANK" or "powersgd:RANK:STEPS", with STEPS steps without compression at the start;
+            "quantized:CODEC", and "quantized:qsgd:LEVELS".
 
     Raises:
         ConfigError: the text has another form, or a number is out of range.
@@ -208,17 +215,25 @@ def parse_compression(text: str) -> CompressionChoice:
         match name, numbers:
             case (("none" | "fp16" | "bf16"), []):
                 return CompressionChoice(name)
-            case "topk", [ratio] if 0 < float(ratio) <= 1:
-                return CompressionChoice(name, {"ratio": float(ratio)})
+            case (("topk" | "dgc"), [ratio, *steps]) if len(steps) < 2 and 0 < float(ratio) <= 1:
+                warmup = {"warmup_steps": int(steps[0])} if steps and int(steps[0]) >= 0 else {}
+                if len(warmup) == len(steps):
+                    return CompressionChoice(name, {"ratio": float(ratio), **warmup})
+            case "quantized", [("int8" | "int4" | "ternary" | "onebit" | "signsgd") as codec]:
+                return CompressionChoice(name, {"codec": codec})
+            case "quantized", ["qsgd", *levels] if len(levels) < 2 and all(1 <= int(n) <= 127 for n in levels):
+                return CompressionChoice(name, {"codec": "qsgd", "levels": int(levels[0]) if levels else 7})
             case "powersgd", [rank, *steps] if len(steps) < 2 and int(rank) >= 1 and all(int(n) >= 0 for n in steps):
                 # Without compression in the first thousand steps, as by default in the library, short runs would
                 # never compress.
                 return CompressionChoice(name, {"rank": int(rank), "start_iteration": int(steps[0]) if steps else 0})
     except ValueError:
-        pass  # a number that is none gets the same message
+        pass  # a text that is not a number gets the same message
     raise ConfigError(
-        f"compression is {text!r}; expected none, fp16, bf16, topk:SHARE with 0 < SHARE <= 1, such as topk:0.01, or "
-        "powersgd:RANK, such as powersgd:2, or powersgd:RANK:STEPS, with STEPS steps without compression first"
+        f"compression is {text!r}; expected none, fp16, bf16, topk:SHARE or dgc:SHARE with 0 < SHARE <= 1, such as "
+        "topk:0.01, and :STEPS for a warm-up, powersgd:RANK, such as powersgd:2, or powersgd:RANK:STEPS, with STEPS "
+        "steps without compression first, or quantized:CODEC with int8, int4, ternary, onebit, signsgd, or "
+        "qsgd:LEVELS with 1 to 127 levels"
     )
 
 
@@ -228,23 +243,32 @@ class GradientSettings(SettingGroup):
 
     Attributes:
         compression: what the ranks send of a gradient: "none": all of it; "fp16", "bf16": 16 bits of each number;
-            "topk:0.01": this share of its numbers, the largest; "powersgd:2": two matrices of this rank;
-            "powersgd:2:1000": the same after 1000 steps without compression. topk and powersgd send the rest later.
+            "topk:0.01": this share of its numbers, the largest; "topk:0.01:500": the same after 500 steps with larger
+            shares; "dgc:0.001": this share of the momentum of each rank; "powersgd:2": two matrices of this rank;
+            "powersgd:2:1000": the same after 1000 steps without compression; "quantized:int4": integers of 8 to 1
+            bits. ternary, qsgd and signsgd lose what they do not send; the others after bf16 send it later.
         op: "average": the step is made with the mean gradient of all ranks; "adasum": each rank makes a step with
             the mean gradient of its own samples, and the ranks combine these steps; needs a power of two ranks,
             without `elastic`.
+        sync: when the ranks wait for each other: "bsp": in every step, to combine their gradients; otherwise each
+            rank makes steps of its own, and in rounds the ranks average their weights: "local:8": every 8 steps;
+            "postlocal:100:8": in each of the first 100 steps, then every 8; "hierarchical:2,8": every 2 steps those
+            of a node, every 8 all; "easgd:8:0.9": elastic averaging; "diloco:32": with an outer optimizer;
+            "gossip:ring", "gossip:exponential": with neighbours. See docs/explanation/waiting.md.
         bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto": chosen
             from measurements in the first steps; None: 25MiB.
     """
 
     title: ClassVar[str] = "gradients of the ranks"
 
-    compression: Annotated[str, Metavar("{none,fp16,bf16,topk:SHARE,powersgd:RANK[:STEPS]}")] = "none"
+    compression: Annotated[str, Metavar(_COMPRESSIONS)] = "none"
     op: Literal["average", "adasum"] = "average"
+    sync: Annotated[str, Metavar(_SYNCS)] = "bsp"
     bucket: Annotated[str | None, Metavar("{auto,SIZE}")] = None
 
     def check(self) -> None:
-        """Check the forms of compression and bucket, and that they go together and with what the ranks combine."""
+        """Check the forms of compression, sync and bucket, and that these go with what the ranks combine."""
+        self.parse_sync()
         choice = self.parse_compression()
         if self.combines_steps and choice.has_memory:
             raise ConfigError(
@@ -265,9 +289,33 @@ class GradientSettings(SettingGroup):
         """Whether each rank makes a step with its own gradient, and the ranks combine the steps."""
         return self.op == "adasum"
 
+    @property
+    def averages_weights(self) -> bool:
+        """Whether each rank makes steps with its own gradients, and the ranks average their weights in rounds."""
+        return self.sync != "bsp"
+
+    @property
+    def makes_own_steps(self) -> bool:
+        """Whether each rank makes steps with its own gradients, whatever the ranks combine then."""
+        return self.combines_steps or self.averages_weights
+
+    @property
+    def moves_momentum(self) -> bool:
+        """Whether the compression of gradients applies the momentum, and not the optimizer."""
+        return self.compression.startswith("dgc")
+
     def parse_compression(self) -> CompressionChoice:
         """Return the compression. Raises ConfigError: it has another form."""
         return parse_compression(self.compression)
+
+    def parse_sync(self) -> SyncPolicy | None:
+        """Return how the ranks average their weights; None: they do not. Raises ConfigError: it has another form."""
+        if not self.averages_weights:
+            return None
+        try:
+            return parse_sync(self.sync)
+        except ValueError as error:
+            raise ConfigError(f"{error}; or bsp, with which the ranks combine gradients in every step") from error
 
     def parse_bucket(self) -> int | Literal["auto"] | None:
         """Return the maximum size of buckets in bytes, "auto", or None for the optimizer's default."""

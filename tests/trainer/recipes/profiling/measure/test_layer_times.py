@@ -2,13 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from datasvc.trainer.recipes.profiling.measure.layer_times import (
-    BETWEEN,
-    LOSS,
-    HostClock,
-    LayerTimer,
-    gradient_bytes,
-)
+from datasvc.trainer.recipes.profiling.measure.layer_times import BETWEEN, LOSS, HostClock, LayerTimer, gradient_bytes
 
 
 class CountingClock(HostClock):

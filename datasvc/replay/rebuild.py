@@ -1,0 +1,189 @@
+"""Rebuilds the loader of a run from a data use, at the batch of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.errors import ConfigError
+from datasvc.keyed_random import Integers
+from datasvc.ledger.masked import MASKED
+from datasvc.loaders import (
+    AugmentConfig,
+    DataRanks,
+    DecodeConfig,
+    ImageLoader,
+    Loader,
+    Mixture,
+    PixelFormat,
+    TokenFormat,
+    TokenLoader,
+)
+from datasvc.loaders.core.batches import Cursor, SampleBatches
+from datasvc.loaders.core.mixture import MixtureStage, splits_of
+from datasvc.loaders.core.sample_keys import SampleKeys
+from datasvc.loaders.decode.choice.choose import find_missing
+from datasvc.models.provenance.consumed_ranges import parse_use
+from datasvc.models.versions.data_use import DataUse
+from datasvc.replay.recorded_steps import RecordedStep, read_recorded_table
+from datasvc.repository import Repository
+from datasvc.shards import Split
+
+
+def open_samples(repository: Repository, use: DataUse) -> Split | Mixture:
+    """Return the split or mixture that a run read, also of versions that were removed since.
+
+    Raises:
+        NotFoundError: the repository does not have a shard table any more.
+        ConfigError: the state of the data use is not valid.
+    """
+    order, _ = parse_use(use)
+    splits = []
+    for digest, name in zip(order.tables, order.names, strict=True):
+        read_recorded_table(repository, digest, name)
+        dataset, _, split = name.partition("[")[0].rpartition("/")  # a view has its expression in brackets
+        splits.append(Split(split, dataset, repository, digest))
+    if order.mix is None:
+        return splits[0]
+    mix = order.mix
+    stages = [
+        MixtureStage(stage.first * mix.block, dict(zip(splits, stage.weights, strict=True)), ramp=stage.is_ramp)
+        for stage in mix.stages
+    ]
+    parts = list(zip(splits, mix.weights, strict=True))
+    return Mixture(parts, epoch_samples=mix.epoch_samples, block=mix.block, stages=stages)
+
+
+def open_loader(
+    repository: Repository, step: RecordedStep, *, rank: int | None, transform: Callable[..., Any] | None = None
+) -> Loader[Any]:
+    """Return a loader whose next batch is that of the step.
+
+    Args:
+        repository: repository of the data.
+        step: the step.
+        rank: data rank whose part to read; None: the global batch.
+        transform: the transform of the images, for a run that had one.
+
+    Raises:
+        ConfigError: the entry does not record the settings of the loader, the rank does not exist, or the run had a
+            transform and `transform` is None.
+        NotFoundError: see `open_samples`.
+    """
+    use = step.use
+    if use.loader is None:
+        raise ConfigError(
+            f"{step.version} does not record how its loader made batches: it was saved by an earlier release or by "
+            "a loop with a loader of torch; only the keys of the batch are known"
+        )
+    settings = dict(use.loader)
+    order, _ = parse_use(use)
+    num_ranks = count_ranks(step, rank)
+    common: dict[str, Any] = {
+        "batch_size": step.global_batch // num_ranks,
+        "training": True,
+        "order": order.config,
+        "ranks": DataRanks(rank or 0, num_ranks),
+        "tail": step.tail,
+        "masked": step.masked,
+    }
+    samples, kind = open_samples(repository, use), settings.pop("kind")
+    if kind == "tokens":
+        stored = TokenFormat(**settings["tokens"])
+        loader: Loader[Any] = TokenLoader(
+            samples, **common, tokens=stored, labels=settings["labels"], documents=settings["documents"], prefetch=0
+        )
+    elif kind == "images":
+        loader = _open_images(samples, common, settings, transform=transform)
+    else:
+        raise ConfigError(f"{step.version} was trained with a loader of {kind!r}; upgrade datasvc to replay it")
+    state = {name: value for name, value in use.state.items() if name not in {MASKED, "evaluation", "decode"}}
+    loader.load_state_dict({**state, "epoch": step.epoch, "position": step.start})
+    return loader
+
+
+def _open_images(
+    samples: Split | Mixture,
+    common: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    transform: Callable[..., Any] | None,
+) -> ImageLoader:
+    name = settings.get("transform")
+    if name is not None and transform is None:
+        raise ConfigError(f"the run changed images by its transform {name}; give it, as --transform MODULE:FUNCTION")
+    groups: dict[str, dict[str, Any]] = {
+        group: {key: tuple(value) if isinstance(value, list) else value for key, value in settings[group].items()}
+        for group in ("augment", "pixels")
+    }
+    # Pixels of a GPU differ by a few levels from those of the CPU, on which a replay runs.
+    recorded = settings.get("decode")
+    decoder: Any = recorded if recorded in {"cpu", "pillow"} and recorded not in find_missing() else "auto"
+    return ImageLoader(
+        samples,
+        **common,
+        size=settings["size"],
+        pixels=PixelFormat(**groups["pixels"]),
+        augment=AugmentConfig(**groups["augment"], transform=transform),
+        columns=settings["columns"],
+        decode=DecodeConfig(decoder, prefetch=0, on_bad="mask"),
+    )
+
+
+def locate_batch(
+    repository: Repository, step: RecordedStep, *, rank: int | None
+) -> tuple[Integers, list[str], list[str], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return the positions, keys and splits of a batch without padding; and which are masked, and which purged.
+
+    No sample is read, only indexes. Raises ConfigError: see `count_ranks`; NotFoundError: see `open_samples`.
+    """
+    samples, use = open_samples(repository, step.use), step.use
+    order, _ = parse_use(use)
+    num_ranks = count_ranks(step, rank)
+    splits = splits_of(samples)
+    batches = SampleBatches(
+        samples,
+        [split.origin for split in splits],
+        order.config,
+        batch_size=step.global_batch // num_ranks,
+        rank=rank or 0,
+        world_size=num_ranks,
+        tail=step.tail,
+        blob=None,
+        columns=(),
+        masked=step.masked,
+    )
+    places = batches.find_places(Cursor(step.epoch, step.start))
+    keys = SampleKeys(splits).read(places.sources, places.shards, places.rows)
+    kept = np.flatnonzero(places.is_sample)
+    sources, shards, rows = (values[kept].tolist() for values in (places.sources, places.shards, places.rows))
+    tables, is_masked = [split.table for split in splits], places.is_masked[kept]
+    purged = {
+        (source, shard): set(tables[source].redacted_rows(shard).tolist())
+        for source, shard in set(zip(sources, shards, strict=True))
+    }
+    is_purged = np.array(
+        [row in purged[source, shard] for source, shard, row in zip(sources, shards, rows, strict=True)], np.bool_
+    )
+    return (
+        places.positions[kept],
+        [keys[index] for index in kept.tolist()],
+        [order.names[source] for source in sources],
+        # A loader that was opened after a purge masks what was purged.
+        is_masked & ~is_purged,
+        is_purged,
+    )
+
+
+def count_ranks(step: RecordedStep, rank: int | None) -> int:
+    """Return the number of ranks among which to divide a batch. Raises ConfigError: there is no such rank."""
+    if rank is None:
+        return 1
+    if step.ranks is None:
+        raise ConfigError(f"{step.version} does not record its number of ranks; leave out the rank")
+    if not 0 <= rank < step.ranks:
+        raise ConfigError(f"rank is {rank}; step {step.step} had {step.ranks} data ranks, counted from 0")
+    return step.ranks

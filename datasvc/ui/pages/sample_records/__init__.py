@@ -1,0 +1,1 @@
+"""What is recorded of samples: signals and batches of runs, and certificates of purges."""

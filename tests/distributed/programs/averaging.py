@@ -1,0 +1,362 @@
+"""Weights that ranks average every few steps, beside torch's averagers and formulas that are written out."""
+
+import copy
+import sys
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from checking import counting, raises, run_checks
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+import datasvc.trainer as hvd
+from datasvc.trainer.gradients import quantized
+from datasvc.trainer.optim.sync_policy import neighbours
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+def new_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 2))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(model, optimizer, number, rank=RANK):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number * 100 + rank))
+    optimizer.zero_grad()
+    (model(x) - x[:, :2].cumsum(1)).square().mean().backward()
+    optimizer.step()
+
+
+def weights_of(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
+
+
+def of_all_ranks(model):
+    return torch.stack(hvd.allgather_object(weights_of(model)))
+
+
+def set_weights(model, weights):
+    torch.nn.utils.vector_to_parameters(weights.clone(), model.parameters())  # parameters are views of it
+
+
+def check_rounds_of_one_step_are_data_parallel_training():
+    model, reference = new_model(), new_model()
+    averaging = hvd.Averaging(sgd(model), "local:1")
+    gradients = hvd.DistributedOptimizer(sgd(reference), reference.named_parameters())
+    for number in range(50):
+        step(model, averaging, number)
+        step(reference, gradients, number)
+        assert averaging.is_averaged
+    torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=1e-6)
+
+
+def check_four_local_steps_are_those_of_torch_to_the_last_bit():
+    model, reference = new_model(), new_model()
+    averaging, plain = hvd.Averaging(sgd(model), "local:4"), sgd(reference)
+    assert dist.is_initialized()
+    # Torch counts its steps from 0, and averages in step 0 without this warm-up.
+    torchs = PeriodicModelAverager(period=4, warmup_steps=3)
+    for number in range(1, 14):
+        step(model, averaging, number)
+        step(reference, plain, number)
+        torchs.average_parameters(reference.parameters())
+        assert torch.equal(weights_of(model), weights_of(reference)), number
+        assert averaging.is_averaged == (number % 4 == 0)
+    assert not torch.equal(*of_all_ranks(model)[:2])
+
+
+def check_ranks_of_a_node_average_more_often():
+    model, reference = new_model(), new_model()
+    averaging, plain = hvd.Averaging(sgd(model), "hierarchical:2,4"), sgd(reference)
+    nodes = hvd.allgather_object(hvd.cross_rank())
+    mine = [rank for rank, node in enumerate(nodes) if node == hvd.cross_rank()]
+    for number in range(1, 9):
+        step(model, averaging, number)
+        step(reference, plain, number)
+        if number % 2 == 0:
+            set_weights(reference, of_all_ranks(reference)[mine if number % 4 else slice(None)].mean(0))
+        else:
+            of_all_ranks(reference)
+        torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=1e-6)
+
+
+def check_elastic_averaging_pulls_ranks_and_center_towards_each_other():
+    model, reference = new_model(), new_model()
+    averaging, plain, center = hvd.Averaging(sgd(model), "easgd:3:0.9"), sgd(reference), weights_of(reference)
+    for number in range(1, 10):
+        step(model, averaging, number)
+        step(reference, plain, number)
+        everyone = of_all_ranks(reference)
+        if number % 3 == 0:
+            set_weights(reference, everyone[RANK] - 0.9 / SIZE * (everyone[RANK] - center))
+            center = 0.1 * center + 0.9 * everyone.mean(0)
+        torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=1e-6)
+        assert not averaging.is_averaged
+
+
+def check_the_mean_change_of_a_round_is_the_gradient_of_diloco():
+    model, reference = new_model(), new_model()
+    averaging, plain, outer = hvd.Averaging(sgd(model), "diloco:3"), sgd(reference), weights_of(reference)
+    velocity = torch.zeros_like(outer)
+    for number in range(1, 13):
+        step(model, averaging, number)
+        step(reference, plain, number)
+        everyone = of_all_ranks(reference)
+        if number % 3 == 0:
+            gradient = (outer - everyone).mean(0)
+            velocity = 0.9 * velocity + gradient
+            outer = outer - 0.7 * (gradient + 0.9 * velocity)
+            set_weights(reference, outer)
+        torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=2e-6)
+
+
+def check_one_fragment_without_delay_is_plain_diloco_to_the_last_bit():
+    models = new_model(), new_model()
+    plain, streaming = (
+        hvd.Averaging(sgd(model), sync)
+        for model, sync in zip(models, ("diloco:3", "diloco:3:fragments=1,delay=0,alpha=0"), strict=True)
+    )
+    for number in range(1, 10):
+        step(models[0], plain, number)
+        step(models[1], streaming, number)
+        assert torch.equal(*map(weights_of, models))
+        assert plain.is_averaged == streaming.is_averaged == (number % 3 == 0)
+
+
+# The elements of new_model in two fragments, cut between parameters: 120 and 62 of 182.
+HALVES = slice(0, 120), slice(120, 182)
+
+
+def check_fragments_are_sent_before_they_change_and_mixed_with_the_weights_of_the_rank():
+    model, reference = new_model(), new_model()
+    averaging, plain = hvd.Averaging(sgd(model), "diloco:8:fragments=2,delay=3,alpha=0.25"), sgd(reference)
+    outer = weights_of(reference)
+    velocity = torch.zeros_like(outer)
+    for number in range(1, 26):
+        step(model, averaging, number)
+        step(reference, plain, number)
+        everyone = of_all_ranks(reference)
+        part = HALVES[((number + 3) // 4 - 1) % 2]
+        if (number + 3) % 4 == 0:
+            gradient = (outer - everyone).mean(0)[part]
+        if number % 4 == 0:
+            velocity[part] = 0.9 * velocity[part] + gradient
+            outer[part] -= 0.7 * (gradient + 0.9 * velocity[part])
+            own = weights_of(reference)
+            own[part] = 0.75 * outer[part] + 0.25 * own[part]
+            set_weights(reference, own)
+        torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=2e-6)
+        assert not averaging.is_averaged
+        with averaging.outer_weights():
+            torch.testing.assert_close(weights_of(model), outer, rtol=0, atol=2e-6)
+            assert all(torch.equal(each, weights_of(model)) for each in of_all_ranks(model))
+        torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=2e-6)
+
+
+def check_ranks_of_unequal_speed_may_have_unequal_numbers_of_steps():
+    model, reference = new_model(), new_model()
+    steps = 2 * (RANK % 2 + 1)  # 2 or 4 steps of each rank give a round
+    averaging, plain = hvd.Averaging(sgd(model), f"diloco:{2 * steps}:fragments=2,delay=1"), sgd(reference)
+    outer = weights_of(reference)
+    velocity = torch.zeros_like(outer)
+    for number in range(1, 6 * steps + 1):
+        step(model, averaging, number)
+        step(reference, plain, number)
+        part = HALVES[((number + 1) // steps - 1) % 2]
+        if (number + 1) % steps == 0:
+            gradient = (outer - of_all_ranks(reference)).mean(0)[part]
+        if number % steps == 0:
+            velocity[part] = 0.9 * velocity[part] + gradient
+            outer[part] -= 0.7 * (gradient + 0.9 * velocity[part])
+            own = weights_of(reference)
+            own[part] = outer[part]
+            set_weights(reference, own)
+        torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=2e-6)
+
+
+def check_a_codec_sends_outer_gradients_as_quantised_gradients_are_sent():
+    model, reference, outer = new_model(), new_model(), new_model()
+    averaging, plain = hvd.Averaging(sgd(model), "diloco:4:delay=2,codec=int8"), sgd(reference)
+    steps = hvd.DistributedOptimizer(
+        torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True),
+        outer.named_parameters(),
+        compression=hvd.Compression.quantized("int8"),
+    )
+    for number in range(1, 14):
+        step(model, averaging, number)
+        step(reference, plain, number)
+        if number % 4 == 2:
+            changes = [(a - b).detach() for a, b in zip(outer.parameters(), reference.parameters(), strict=True)]
+        if number % 4 == 0:
+            steps.zero_grad()
+            sum(
+                (weight * change).sum() for weight, change in zip(outer.parameters(), changes, strict=True)
+            ).backward()
+            steps.step()
+            set_weights(reference, weights_of(outer))
+        torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=2e-6)
+    residuals = averaging.state_dict()["averaging"]["outer"]["memory"]
+    assert len(residuals) == 4
+    assert any(values["residual"].abs().max() > 0 for values in residuals.values())
+
+
+def check_the_bytes_of_a_codec_are_those_of_its_bits_once_in_a_period():
+    sent = []
+    model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 300))
+    averaging = hvd.Averaging(torch.optim.SGD(model.parameters(), lr=0.1), "diloco:4:fragments=2,delay=1,codec=int4")
+    with (
+        mock.patch.object(quantized, "submit_alltoall", counting(quantized.submit_alltoall, sent)),
+        mock.patch.object(quantized, "submit_allgather", counting(quantized.submit_allgather, sent)),
+    ):
+        for _ in range(4):
+            averaging.step()
+    computed = sum(map(torch.numel, model.parameters())) * (4 + 32 / 512) / 8  # 4 bits, and 32 bits for 512 numbers
+    parts, sums = sum(sent[::2]), sum(sent[1::2])
+    assert len(sent) == 4
+    assert computed <= parts == sums * SIZE < computed * 1.02
+
+
+def check_a_rank_in_another_round_is_an_error_that_names_both():
+    for sync, texts in (
+        ("local:4", ("step 4 of local:4", "step 8 of local:4")),
+        ("gossip:ring:4", ("step 4 of gossip:ring:4", "step 8 of gossip:ring:4")),
+        ("diloco:4", ("round 0 of diloco", "round 1 of diloco")),
+        ("diloco:8:fragments=2,delay=1,codec=int8", ("round 0 of diloco", "round 1 of diloco")),
+    ):
+        model = new_model()
+        averaging = hvd.Averaging(sgd(model), sync)
+        averaging.num_steps = 4 if RANK == SIZE - 1 else 0
+        with raises(hvd.HorovodInternalError, "ranks disagree on the round", *texts):
+            for number in range(1, 5):
+                step(model, averaging, number)
+        hvd.barrier()
+
+
+def average_at_once(tensor, **_):
+    tensor.copy_(torch.stack(hvd.allgather_object(tensor)).mean(0))
+    return mock.MagicMock()
+
+
+def compare_diloco_with_that_of_torchft():
+    from torchft.local_sgd import DiLoCo
+
+    for delay, alpha in ((0, 0.0), (2, 0.0), (2, 0.4)):
+        model, reference = new_model(), new_model()
+        averaging = hvd.Averaging(sgd(model), f"diloco:8:fragments=2,delay={delay},alpha={alpha}")
+        manager = mock.MagicMock(_use_async_quorum=False)
+        manager.current_step.side_effect = lambda manager=manager: manager.should_commit.call_count
+        manager.should_commit.return_value = True
+        manager.allreduce.side_effect = average_at_once
+        inner = sgd(reference)
+        first, *rest = reference.parameters()
+        fragments = [nn.ParameterList(part) for part in ([first], rest)]  # as `HALVES`
+        outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in fragments]
+        with DiLoCo(manager, fragments, inner, outer, 8, fragment_sync_delay=delay, fragment_update_alpha=alpha):
+            for number in range(1, 34):
+                step(model, averaging, number)
+                step(reference, inner, number)
+                torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=1e-6)
+        assert manager.should_commit.call_count == 8
+
+
+def check_gossip_keeps_the_mean_and_brings_the_ranks_together():
+    for graph in ("ring", "exponential"):
+        model = new_model()
+        set_weights(model, weights_of(model) + RANK)
+        averaging = hvd.Averaging(torch.optim.SGD(model.parameters(), lr=0.0), f"gossip:{graph}")
+        start = of_all_ranks(model)
+        mixing = torch.eye(SIZE)
+        for rank in range(SIZE):
+            mixing[neighbours("ring", SIZE, rank, 0), rank] = 1
+        # The second largest magnitude of the eigenvalues bounds how fast the ranks of a ring agree.
+        second = torch.linalg.eigvalsh(mixing / mixing.sum(1, keepdim=True)).abs().sort().values[-2]
+        for number in range(1, 9):
+            step(model, averaging, number)
+            now = of_all_ranks(model)
+            torch.testing.assert_close(now.mean(0), start.mean(0), rtol=0, atol=2e-6)
+            if graph == "ring":
+                apart, bound = ((each - each.mean(0)).norm() for each in (now, start))
+                assert apart <= bound * second**number + 1e-4
+        assert (now - now.mean(0)).abs().max() < 0.1
+
+
+def check_a_state_goes_on_to_the_same_bits():
+    # After 5 steps, rounds of DiLoCo with a delay are in the middle: the first message, and the second, are sent.
+    for sync in (
+        "local:3",
+        "postlocal:2:3",
+        "easgd:3:0.5",
+        "diloco:3",
+        "diloco:8:delay=5,codec=int8",
+        "diloco:12:fragments=2,delay=5,alpha=0.5,codec=onebit",
+        "diloco:12:fragments=2,delay=4,alpha=0.5",
+        "diloco:4:delay=2,codec=int4",
+        "diloco:4:codec=qsgd",
+        "gossip:exponential",
+    ):
+        model = new_model()
+        averaging = hvd.Averaging(sgd(model), sync)
+        for number in range(1, 6):
+            step(model, averaging, number)
+        saved = copy.deepcopy((model.state_dict(), averaging.state_dict()))
+        again = new_model()
+        resumed = hvd.Averaging(sgd(again), sync)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        for number in range(6, 20):
+            step(model, averaging, number)
+            step(again, resumed, number)
+            assert torch.equal(weights_of(model), weights_of(again)), sync
+        sgd(again).load_state_dict({name: value for name, value in saved[1].items() if name != "averaging"})
+
+
+def check_a_state_from_the_middle_of_a_round_is_not_continued_by_another_policy():
+    model = new_model()
+    averaging = hvd.Averaging(sgd(model), "diloco:4:delay=2")
+    for number in range(1, 5):
+        step(model, averaging, number)
+    end = copy.deepcopy(averaging.state_dict())
+    for number in range(5, 8):
+        step(model, averaging, number)
+    middle = averaging.state_dict()
+    other = hvd.Averaging(sgd(new_model()), "diloco:8:delay=1")
+    with raises(ValueError, "from the middle of a round of sync 'diloco:4:delay=2'"):
+        other.load_state_dict(middle)
+    other.load_state_dict(end)
+    averaging.load_state_dict(end)  # discards the round in progress
+    assert averaging.num_steps == 4
+    step(model, averaging, 8)
+
+
+def check_residuals_are_loaded_by_the_rank_that_has_saved_them():
+    model = new_model()
+    averaging = hvd.Averaging(sgd(model), "diloco:1:codec=int4")
+    step(model, averaging, 1)
+    averaging.load_state_dict(hvd.allgather_object(averaging.state_dict())[0])
+    memory = averaging.state_dict()["averaging"]["outer"]["memory"]
+    assert all(("residual" in values) == (RANK == 0) for values in memory.values())
+
+
+def check_more_fragments_than_parameters_are_refused():
+    with raises(ValueError, "4 trainable parameters cannot have 5 fragments"):
+        hvd.Averaging(sgd(new_model()), "diloco:5:fragments=5")
+    with raises(ValueError, "no outer weights"), hvd.Averaging(sgd(new_model()), "local:2").outer_weights():
+        pass
+
+
+def check_an_optimizer_that_combines_gradients_is_refused():
+    with raises(ValueError, "give Averaging the optimizer of torch"):
+        hvd.Averaging(hvd.DistributedOptimizer(sgd(new_model())), "local:2")
+    with raises(ValueError, "expected local:STEPS"):
+        hvd.Averaging(sgd(new_model()), "bsp")
+
+
+run_checks({"check_of_torchft": compare_diloco_with_that_of_torchft} if sys.argv[1:] == ["torchft"] else globals())
+hvd.shutdown()

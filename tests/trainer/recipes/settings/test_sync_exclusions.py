@@ -1,0 +1,70 @@
+"""What `--sync` excludes is refused when the settings are made, which is before the ranks connect."""
+
+import pytest
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.settings.options import parse_options
+from datasvc.trainer.recipes.settings.sync_exclusions import EXCLUSIONS, format_exclusions
+from tests.support.pages import find_page
+
+WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
+# By option of the table, the words that set it.
+EXCLUDED = {
+    "--layout with other axes than data": ("--layout", "data=2,shard=2"),
+    "--elastic": ("--elastic",),
+    "--op adasum": ("--op", "adasum"),
+    "--compression": ("--compression", "bf16"),
+    "--bucket": ("--bucket", "auto"),
+    "--sync-batch-norm": ("--sync-batch-norm",),
+    "--ema-decay": ("--ema-decay", "0.9"),
+    "--precision fp16": ("--precision", "fp16"),
+}
+
+
+def config_of(*words):
+    return parse_options([*WORDS, *words], environ={}).config()
+
+
+def test_the_cases_below_are_all_exclusions():
+    assert EXCLUDED.keys() == {excluded.option for excluded in EXCLUSIONS}
+
+
+@pytest.mark.parametrize("excluded", EXCLUSIONS, ids=lambda excluded: excluded.option)
+@pytest.mark.parametrize("sync", ["local:8", "gossip:ring"])
+def test_each_exclusion_is_refused_with_what_to_do_and_only_with_averaged_weights(excluded, sync):
+    words = EXCLUDED[excluded.option]
+    assert not config_of(*words).averages_weights
+    with pytest.raises(ConfigError) as refusal:
+        config_of("--sync", sync, *words)
+    message = str(refusal.value)
+    assert message.startswith(f"sync is '{sync}', which does not go with {excluded.option}: ")
+    assert message.endswith(f"{excluded.remedy}, or give --sync bsp")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--clip-norm", "1"),
+        ("--micro-batch", "8"),
+        ("--precision", "bf16"),
+        ("--layout", "data=2"),
+        ("--statistics", "recompute"),
+        ("--optimizer", "lamb"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_a_rank_does_alone_goes_with_averaged_weights(words):
+    config = config_of("--sync", "diloco:32", *words)
+    assert (config.averages_weights, config.makes_own_steps, config.combines_steps) == (True, True, False)
+
+
+def test_the_page_has_the_table():
+    assert format_exclusions() in find_page("waiting.md").read_text(encoding="utf-8")
+
+
+def test_another_form_is_refused_with_the_forms():
+    for sync in ("local", "local:0", "bsp:2", "ring"):
+        with pytest.raises(ConfigError, match=f"sync is '{sync}'; expected local:STEPS, .*; or bsp, with which"):
+            config_of("--sync", sync)
+    assert config_of().parse_sync() is None
+    assert config_of("--sync", "postlocal:100:8").parse_sync().warmup_steps == 100

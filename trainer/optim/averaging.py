@@ -1,0 +1,235 @@
+"""Optimizer that averages weights over the ranks every few steps, in place of gradients in every step.
+
+Between two rounds the ranks do not communicate, and their weights differ. `sync_policy` says when a round is due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from datasvc.trainer.engine.negotiation.requests import ReduceOp
+from datasvc.trainer.gradients.gradient_bucket import pack, unpack
+from datasvc.trainer.job import runtime
+from datasvc.trainer.job.process_sets import ProcessSet, add_process_set, global_process_set, process_set_table
+from datasvc.trainer.job.submit import submit_allreduce, submit_alltoall
+from datasvc.trainer.optim.adasum_optimizer import wrap_optimizer
+from datasvc.trainer.optim.broadcast_state import allgather_object
+from datasvc.trainer.optim.outer_optimizer import OuterOptimizer, group_alike
+from datasvc.trainer.optim.parameter_names import next_number, parameters_of
+from datasvc.trainer.optim.sync_policy import SyncPolicy, cut_fragments, neighbours, parse_sync
+
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+
+def Averaging(optimizer: Opt, sync: str) -> Opt:  # noqa: N802 - beside `DistributedOptimizer`
+    """Return the optimizer with steps of its own on each rank, and rounds in which the ranks average their weights.
+
+    All ranks must have the same weights at the first step, see `broadcast_parameters`, and make the same number of
+    steps, with DiLoCo of rounds. Only trainable parameters are averaged: no buffers, and no state of the optimizer.
+    Evaluate and save after a round of all ranks (`optimizer.is_averaged`), or with EASGD and DiLoCo after any step in
+    `with optimizer.outer_weights():`. The state of each rank is its own; the part "averaging" of `state_dict()` has
+    the number of steps, and the center of EASGD or, of DiLoCo, outer weights and momenta, the residuals of the codec
+    and the round in progress. With unequal delays, load a state only between rounds.
+
+    Ranks in different rounds get a HorovodInternalError that names both. Without an error they wait for each other
+    if, with "hierarchical", one is in a round of its node and one in a round of all, or if one has a codec and one
+    has none.
+
+    Args:
+        optimizer: an optimizer of torch, not one of `DistributedOptimizer`.
+        sync: "local:8": the mean of all ranks every 8 steps; "postlocal:100:8": in each of the first 100 steps, then
+            every 8; "hierarchical:2,8": the mean of the ranks of a node every 2 steps, of all ranks every 8;
+            "easgd:8:0.9": elastic averaging with a center every 8 steps, beta 0.9; "diloco:32": the mean change of 32
+            steps is the gradient of an outer step (Nesterov, rate 0.7, momentum 0.9);
+            "diloco:32:fragments=4,delay=2,alpha=0.5,codec=int8" is Streaming DiLoCo: each of 4 parts of the
+            parameters has a round every 32 steps, one after the other; a rank sends 2 steps before its weights
+            change; they become 0.5 of the outer weights and 0.5 of its own; and it sends quantised numbers. With
+            DiLoCo each rank may have its own number of steps and its own delay. "gossip:ring", "gossip:exponential",
+            "gossip:ring:4": the mean with neighbours in every, or every 4th, step.
+
+    Raises:
+        ValueError: `sync` has another form; the trainer is not initialized; the optimizer is one of
+            `DistributedOptimizer`; there are fewer parameters than fragments; or with "hierarchical", nodes have
+            unequal numbers of ranks.
+    """
+    policy = parse_sync(sync)
+    if not runtime.is_initialized():
+        raise ValueError("the trainer is not initialized; call init() first")
+    if hasattr(optimizer, "backward_passes_per_step"):
+        raise ValueError("this optimizer combines gradients already; give Averaging the optimizer of torch")
+    wrapped: _AveragingOptimizer = wrap_optimizer(optimizer, _AveragingOptimizer)
+    cut_fragments([weight.numel() for weight in _weights_of(wrapped)], policy.fragments)  # may raise
+    wrapped.set_up(policy, sync)
+    return cast("Opt", wrapped)  # an instance of a subclass of its class
+
+
+class _AveragingOptimizer(torch.optim.Optimizer):
+    """The methods that `wrap_optimizer` adds."""
+
+    def set_up(self, policy: SyncPolicy, sync: str) -> None:
+        """Initialize the added attributes. Every rank calls this, in the same order."""
+        self.sync_policy = policy
+        self._sync = sync
+        self.num_steps = 0
+        self._name = f"averaging.{next_number('averaging')}"
+        self._outer: OuterOptimizer | None = None
+        self._node = _node_set() if policy.kind == "hierarchical" else global_process_set
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the last step ended with a round of all ranks, after which their weights are equal.
+
+        After a round of EASGD, of gossip, and of DiLoCo with fragments or alpha, they are closer, and not equal.
+        """
+        is_equal_round = self.sync_policy.gives_equal_weights and self.sync_policy.is_round(self.num_steps)
+        return is_equal_round and (self._outer is None or self._outer.has_changed_weights)
+
+    @contextlib.contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Give the parameters the outer weights of DiLoCo or the center of EASGD, and then their own again.
+
+        These are equal on all ranks: evaluate and save them. The block must not make steps.
+
+        Raises:
+            ValueError: the policy has no such weights.
+        """
+        if self.sync_policy.kind not in ("easgd", "diloco"):
+            raise ValueError(f"sync {self._sync!r} has no outer weights; evaluate when `is_averaged` is true")
+        if self._outer is None:
+            yield  # before the first step the weights of all ranks are equal
+            return
+        weights = _weights_of(self)
+        own = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            torch._foreach_copy_(weights, self._outer.weights)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, own)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a local step, then the round that is due after it."""
+        weights = _weights_of(self)
+        if self._outer is None and self.sync_policy.kind in ("easgd", "diloco"):
+            self._outer = OuterOptimizer(weights, self.sync_policy, self._name)
+        if self._outer is not None:
+            self._outer.before_step(self.num_steps)
+        # Do not call step(None), because the step of some optimizers takes no argument.
+        loss = super().step(closure) if closure is not None else super().step()
+        self.num_steps += 1
+        with torch.no_grad():
+            if self.sync_policy.kind == "diloco" and self._outer is not None:
+                self._outer.after_step(self.num_steps, weights)
+            elif self.sync_policy.is_round(self.num_steps):
+                self._average(weights)
+            elif self.sync_policy.is_node_round(self.num_steps):
+                self._replace_by_mean(weights, self._node)
+        return loss
+
+    # This attribute prevents profiling and user hooks by torch: the step() of the base class has them already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the base class, with this rank's part of the averaging."""
+        state: dict[str, Any] = super().state_dict()
+        outer = None if self._outer is None else self._outer.state_dict()
+        return {**state, "averaging": {"sync": self._sync, "num_steps": self.num_steps, "outer": outer}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. One of a plain optimizer starts the averaging at step 0. Every rank calls this.
+
+        Raises:
+            ValueError: the state is from the middle of a round of another `sync`.
+        """
+        averaging = state_dict.get("averaging", {"num_steps": 0, "outer": None})
+        outer = None
+        if averaging["outer"] is not None:
+            if averaging["outer"]["changes"] and parse_sync(averaging["sync"]) != self.sync_policy:
+                raise ValueError(
+                    f"the state is from the middle of a round of sync {averaging['sync']!r}: continue with that, or "
+                    f"load a state from the end of a round to continue with {self._sync!r}"
+                )
+            outer = OuterOptimizer(_weights_of(self), self.sync_policy, self._name)
+            outer.load_state_dict(averaging["outer"])
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "averaging"})
+        if self._outer is not None:
+            self._outer.drop()
+        self.num_steps, self._outer = averaging["num_steps"], outer
+
+    def _average(self, weights: list[Tensor]) -> None:
+        if self.sync_policy.kind == "gossip":
+            self._mix(weights)
+        elif self._outer is None:
+            self._replace_by_mean(weights, global_process_set)
+        else:
+            self._pull(weights, self._outer.weights)
+
+    def _pull(self, weights: list[Tensor], center: list[Tensor]) -> None:
+        """Move the weights by beta / ranks of their difference to the center, and the center by beta of the mean."""
+        differences = [weight - middle for weight, middle in zip(weights, center, strict=True)]
+        torch._foreach_sub_(weights, differences, alpha=self.sync_policy.beta / runtime.size())
+        self._replace_by_mean(differences, global_process_set)
+        torch._foreach_add_(center, differences, alpha=self.sync_policy.beta)
+
+    def _replace_by_mean(self, tensors: list[Tensor], process_set: ProcessSet) -> None:
+        for parts in _group(tensors):
+            flat = pack(parts) / process_set.size()
+            submit_allreduce(
+                [flat],
+                [flat],
+                name=f"{self._name}.mean",
+                op=ReduceOp.SUM,
+                is_grouped=True,
+                process_set=process_set,
+                round=self._round_text(),
+            ).wait()
+            unpack(flat, parts)
+
+    def _mix(self, weights: list[Tensor]) -> None:
+        policy, size = self.sync_policy, runtime.size()
+        to = neighbours(policy.graph, size, runtime.rank(), self.num_steps // policy.steps - 1)
+        splits = [int(rank in to) for rank in range(size)]
+        for parts in _group(weights):
+            flat = pack(parts)
+            copies = flat.expand(len(to), -1).contiguous()
+            handle = submit_alltoall(copies, splits, name=f"{self._name}.mix", round=self._round_text())
+            received = cast("Tensor", handle.wait())
+            unpack((flat + received.sum(0)) / (len(received) + 1), parts)
+
+    def _round_text(self) -> str:
+        return f"step {self.num_steps} of {self._sync}"
+
+
+def _weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters that are averaged."""
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+
+
+def _group(tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [list(group.values()) for group in group_alike(dict(enumerate(tensors)))]
+
+
+def _node_set() -> ProcessSet:
+    """Return the process set of the ranks of this node. Raises ValueError: nodes have unequal numbers of ranks."""
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(allgather_object(runtime.cross_rank())):
+        nodes.setdefault(node, []).append(rank)
+    if not runtime.is_homogeneous():
+        raise ValueError('sync "hierarchical" needs nodes with equal numbers of ranks; use "local"')
+    # Every rank adds the sets of all nodes. Those of an earlier optimizer, or the global one, are used again.
+    numbers = {tuple(ranks): number for number, ranks in process_set_table().items()}
+    for node, ranks in sorted(nodes.items()):
+        node_set = ProcessSet(ranks)
+        if tuple(ranks) in numbers:
+            node_set.process_set_id = numbers[tuple(ranks)]
+        else:
+            add_process_set(node_set)
+        if node == runtime.cross_rank():
+            own = node_set
+    return own

@@ -1,0 +1,156 @@
+"""Weights that change in rounds only, and the optimizer that changes them: the outer part of DiLoCo.
+
+Of each rank, DiLoCo sends the change of the weights since their last round, and takes the mean as the gradient of an
+outer step. A round has a start, in which the rank sends, and an end, in which its weights change; with a delay the
+rank makes steps in between. `sync_policy` says when.
+
+Invariant: what a state needs of a round that has started is this rank's own: the change that it has sent. A state is
+taken without a message to other ranks, and a rank that loads it sends the same change again, to the same mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.gradients.compression_with_memory import Memory, copy_memory
+from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, GradientReduction
+from datasvc.trainer.gradients.quantized import Quantized
+from datasvc.trainer.job import runtime
+from datasvc.trainer.optim.sync_policy import SyncPolicy, cut_fragments
+
+# As in the paper.
+_RATE, _MOMENTUM = 0.7, 0.9
+
+
+class OuterOptimizer:
+    """The weights of DiLoCo's outer optimizer, or the center of EASGD, which uses only `weights`.
+
+    Args:
+        weights: weights to copy; each call gets those of the same parameters, in the same order.
+        policy: when rounds start and end.
+        name: name of the operations, the same on every rank.
+
+    Attributes:
+        has_changed_weights: whether the last round changed the weights. One without changes to send does not: they
+            were lost with another number of ranks.
+
+    Raises:
+        ValueError: there are more fragments than weights.
+    """
+
+    def __init__(self, weights: list[Tensor], policy: SyncPolicy, name: str) -> None:
+        self.weights = [weight.detach().clone().requires_grad_() for weight in weights]
+        self._policy = policy
+        self._name = name
+        self._fragments = cut_fragments([weight.numel() for weight in weights], policy.fragments)
+        self._optimizer = torch.optim.SGD(self.weights, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
+        self._memory: Memory = {}  # of the codec
+        # Of the round in progress: what this rank sends, by position, and the messages, which a loaded state lacks.
+        self._changes: dict[int, Tensor] = {}
+        self._buckets: list[Bucket] = []
+        self._has_sent_sums = True
+        self.has_changed_weights = True
+
+    def before_step(self, step: int) -> None:
+        """Send again what a loaded state had sent. `step` is the number of steps so far."""
+        if self._changes and not self._buckets:
+            self._send(step)
+
+    def after_step(self, step: int, weights: list[Tensor]) -> None:
+        """Start the round that is due after this step, or end it and change the weights."""
+        if self._policy.starts_round(step):
+            # The number of the round alone chooses the fragment, so all ranks send the same one.
+            fragment = self._fragments[self._policy.last_round(step) % len(self._fragments)]
+            self._changes = {position: self.weights[position].detach() - weights[position] for position in fragment}
+            self._send(step)
+        # A codec has two messages. Send the second in the middle of the delay, so that neither makes the ranks wait.
+        if -step % self._policy.round_steps <= self._policy.delay // 2:
+            self._send_sums()
+        if self._policy.is_round(step):
+            self._end_round(weights)
+
+    def _send(self, step: int) -> None:
+        policy = self._policy
+        # Without the numbers of steps: each rank may make steps of its own number in a round.
+        text = f"round {policy.last_round(step)} of diloco, fragments={policy.fragments}, codec={policy.codec}"
+        reduction = GradientReduction(round=text)
+        for position, change in self._changes.items():
+            self.weights[position].grad = change
+        groups = group_alike({position: self.weights[position] for position in self._changes})
+        for number, group in enumerate(groups):
+            # All fragments have one name. So ranks in different rounds get an error, and do not wait for each other.
+            name = f"{self._name}.mean.{number}"
+            bucket: Bucket
+            if policy.codec is None:
+                bucket = DenseBucket(name, group, reduction)
+            else:
+                bucket = Quantized(policy.codec).make_bucket(name, group, reduction, self._memory)
+            bucket.launch()
+            self._buckets.append(bucket)
+        self._has_sent_sums = False
+
+    def _send_sums(self) -> None:
+        if not self._has_sent_sums:
+            for bucket in self._buckets:
+                bucket.send_second()
+            self._has_sent_sums = True
+
+    def _end_round(self, weights: list[Tensor]) -> None:
+        for bucket in self._buckets:
+            bucket.collect()
+        self._optimizer.step()  # changes only weights with a gradient: those of this fragment
+        self._optimizer.zero_grad()
+        self.has_changed_weights = bool(self._changes)
+        for position in self._changes:
+            outer, own = self.weights[position].detach(), weights[position]
+            own.copy_(torch.lerp(outer, own, self._policy.alpha) if self._policy.alpha else outer)
+        self._buckets, self._changes = [], {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights, the state of the outer optimizer, and what this rank has of the codec and the round."""
+        return {
+            "weights": [weight.detach() for weight in self.weights],
+            "optimizer": self._optimizer.state_dict(),
+            "memory": copy_memory(self._memory, residuals=True),
+            "rank": runtime.rank(),
+            "changes": dict(self._changes),
+            "has_changed_weights": self.has_changed_weights,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state; the residuals of a codec only if this rank has saved them, so that none counts twice."""
+        for weight, saved in zip(self.weights, state["weights"], strict=True):
+            weight.detach().copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])
+        for position, values in copy_memory(state["memory"], residuals=state["rank"] == runtime.rank()).items():
+            device = self.weights[position].device
+            self._memory[position] = {
+                name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
+            }
+        self._changes = {
+            position: change.to(self.weights[position].device, copy=True)
+            for position, change in state["changes"].items()
+        }
+        self.has_changed_weights = state.get("has_changed_weights", True)  # states of earlier releases lack it
+
+    def drop(self) -> None:
+        """Wait for the messages of the round in progress, and discard them. Every rank calls this."""
+        with contextlib.suppress(HorovodInternalError):  # a rank was lost, so there are no messages to wait for
+            self._send_sums()
+        for bucket in self._buckets:
+            bucket.drop()
+        self._buckets, self._changes = [], {}
+
+
+def group_alike(tensors: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
+    """Return tensors in groups of one dtype and device, by position."""
+    groups: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+    for position, tensor in tensors.items():
+        groups.setdefault((tensor.dtype, tensor.device), {})[position] = tensor
+    return list(groups.values())

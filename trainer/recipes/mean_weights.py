@@ -1,0 +1,48 @@
+"""The mean of the weights of the ranks, which a run with `--sync` evaluates and saves as its model.
+
+Between two rounds, the weights of the ranks differ. Invariant: nothing here changes the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.update import Learner
+
+
+@torch.no_grad()
+def compute_mean_weights(run: Learner) -> dict[str, Tensor]:
+    """Return copies of the means over the ranks, keyed as in `state_dict()`; {} if the ranks have equal weights.
+
+    Only trainable weights have a mean, because only these differ. Every rank must call this.
+    """
+    if not run.config.averages_weights or run.optimizer.is_averaged or hvd.size() == 1:
+        return {}
+    weights = {weight: name for name, weight in run.model.named_parameters() if weight.requires_grad}
+    means = {weight: weight.detach().clone() for weight in weights}
+    hvd.grouped_allreduce_(list(means.values()), name="mean_weights", op=hvd.Average)
+    # Tied weights have several names.
+    named = run.model.named_parameters(remove_duplicate=False)
+    return {name: means[weight] for name, weight in named if weight in means}
+
+
+@contextmanager
+def using_mean_weights(run: Learner) -> Iterator[None]:
+    """Exchange the weights for their means inside the context; do not train inside it. Every rank must call this."""
+    means = compute_mean_weights(run)
+    own = own_weights(run) if means else {}
+    run.model.load_state_dict(means, strict=False)
+    try:
+        yield
+    finally:
+        run.model.load_state_dict(own, strict=False)
+
+
+def own_weights(run: Learner) -> dict[str, Tensor]:
+    """Return copies of the trainable weights of this rank by name."""
+    return {name: weight.detach().clone() for name, weight in run.model.named_parameters() if weight.requires_grad}

@@ -1,0 +1,98 @@
+"""The settings that `--sync` excludes, unless it is "bsp". This table is the only place that states them.
+
+docs/explanation/waiting.md shows it. The check runs when the settings are created, before the ranks connect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from datasvc.errors import ConfigError
+from datasvc.planning.layout import parse_sizes
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A setting that does not go with an average of weights.
+
+    Attributes:
+        option: the setting, as on a command line.
+        is_set: whether settings, a `TrainConfig`, have it.
+        reason: why it is excluded; a clause about "it".
+        remedy: what to do instead.
+    """
+
+    option: str
+    is_set: Callable[[Any], bool]
+    reason: str
+    remedy: str
+
+
+EXCLUSIONS: Final = (
+    Exclusion(
+        "--layout with other axes than data",
+        lambda config: config.layout is not None and bool(parse_sizes(config.layout).keys() - {"data"}),
+        "a replica is one rank, which has the whole model",
+        "leave out --layout",
+    ),
+    Exclusion(
+        "--elastic",
+        lambda config: config.elastic,
+        "the state between rounds is of each rank, and is lost with it",
+        "leave out --elastic: started again, the run continues the newest version at any number of ranks",
+    ),
+    Exclusion(
+        "--op adasum",
+        lambda config: config.combines_steps,
+        "it combines the steps of the ranks in every step",
+        "leave out --op",
+    ),
+    Exclusion(
+        "--compression",
+        lambda config: config.compression != "none",
+        "it compresses gradients, and the ranks send weights",
+        "leave it out; more steps in a round save more bytes",
+    ),
+    Exclusion(
+        "--bucket",
+        lambda config: config.bucket is not None,
+        "no gradients are sent",
+        "leave it out",
+    ),
+    Exclusion(
+        "--sync-batch-norm",
+        lambda config: config.sync_batch_norm,
+        "it exchanges statistics in every step, of ranks with different weights",
+        "leave it out, or give --statistics recompute for exact statistics of the averaged weights",
+    ),
+    Exclusion(
+        "--ema-decay",
+        lambda config: config.ema_decay is not None,
+        "each rank would average other weights",
+        "leave it out",
+    ),
+    Exclusion(
+        "--precision fp16",
+        lambda config: config.precision == "fp16",
+        "a rank whose gradients overflow skips its step alone, and would miss the round",
+        "use bf16, which needs no loss scale",
+    ),
+)
+
+
+def check_exclusions(config: Any) -> None:
+    """Refuse settings, a `TrainConfig`, that do not go with its setting `sync`. Raises ConfigError: one is set."""
+    for excluded in EXCLUSIONS if config.averages_weights else ():
+        if excluded.is_set(config):
+            raise ConfigError(
+                f"sync is {config.sync!r}, which does not go with {excluded.option}: {excluded.reason}; "
+                f"{excluded.remedy}, or give --sync bsp"
+            )
+
+
+def format_exclusions() -> str:
+    """Return the table as Markdown, as the documentation has it."""
+    rows = (f"| `{each.option}` | {each.reason} | {each.remedy} |\n" for each in EXCLUSIONS)
+    return "| not with `--sync` | because | instead |\n|---|---|---|\n" + "".join(rows)
