@@ -47,12 +47,23 @@ main()
 """
 
 
-def run(repository, name, *, data="digits@1", ranks=2, kill_at_step=0, terminates=False, inside=(), **options):
+def run(
+    repository,
+    name,
+    *,
+    data="digits@1",
+    ranks=2,
+    kill_at_step=0,
+    terminates=False,
+    inside=(),
+    program=PROGRAM,
+    **options,
+):
     """Run the recipe; returns its exit status, events and standard error. `inside` are words before the command."""
     # fmt: off
     words = [
         sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix",
-        warm_python.command(), "-c", PROGRAM,
+        warm_python.command(), "-c", program,
         "--data", data, "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
         "--scale", "0.8", "1", "--flip", "0", "--epochs", "2", "--batch-size", "48", "--checkpoint-every", "4",
     ]
@@ -188,6 +199,45 @@ def test_a_job_that_gets_a_signal_commits_on_all_ranks_and_continues_from_there(
     assert status == 0
     assert steps(resumed) == list(range(stopped["step"] + 1, 29))
     assert describe_model(repository, "told").entry["content"] == undisturbed.entry["content"]
+
+
+# Rank 0 tells its own launcher to end, and reports the end only when rank 1 has come to its last call.
+LATE_REPORT = """
+import os, signal
+from pathlib import Path
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.reporting.events import JsonEvents
+
+folder, rank = Path(os.environ["TEST_FOLDER"]), os.environ["HOROVOD_RANK"]
+real, barrier, shutdown = JsonEvents.report, hvd.barrier, hvd.shutdown
+def report(self, event, **facts):
+    if event == "stopped":
+        while not (folder / "waits").exists():
+            pass
+    real(self, event, **facts)
+    if event == "step" and facts["step"] == 2:
+        os.kill(os.getppid(), signal.SIGTERM)
+    if event == "stopped":
+        (folder / "reported").touch()
+def waits(call):
+    def wrapped(*args):
+        if rank == "1":
+            assert call is barrier or (folder / "reported").exists(), "rank 1 leaves before rank 0 has reported"
+            (folder / "waits").touch()
+        return call(*args)
+    return wrapped
+JsonEvents.report, hvd.barrier, hvd.shutdown = report, waits(barrier), waits(shutdown)
+
+from datasvc.trainer.__main__ import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_no_rank_of_a_stopped_job_leaves_before_rank_0_has_reported(repository, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    status, events, error = run(repository, "reported", program=LATE_REPORT, checkpoint_every=1000)
+    assert (status, events[-1]["event"]) == (128 + signal.SIGTERM, "stopped"), error
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -75,6 +76,10 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
     run = train_elastically(config, events, forget) if config.elastic else train_once(config, events, watch, forget)
     if watch is not None:
         watch.close()
+    if not run.is_over:
+        # The launcher kills the other ranks soon after the first has exited, and rank 0 may still write its logs.
+        with contextlib.suppress(hvd.HorovodInternalError):  # of a lost rank, for which nobody must wait now
+            hvd.barrier()
     hvd.shutdown()
     if not run.is_over:
         assert run.checkpoints.stop_signal is not None
