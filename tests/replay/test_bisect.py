@@ -108,11 +108,12 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("sync", ["bsp", "diloco:8"])
-def test_a_poisoned_block_of_a_run_is_named_and_can_be_skipped(tmp_path, one_thread, sync):
+# At a higher rate DiLoCo's outer momentum makes jumps of its own, on some processors more than on others.
+@pytest.mark.parametrize(("sync", "rate"), [("bsp", 0.02), ("diloco:8", 0.002)])
+def test_a_poisoned_block_of_a_run_is_named_and_can_be_skipped(tmp_path, one_thread, sync, rate):
     repo = ingest_blocks(tmp_path, 64, 37)
     url = repo.repository.url
-    train(settings_of(repo, batch_size=4, epochs=12, sync=sync))
+    train(settings_of(repo, batch_size=4, epochs=12, sync=sync, learning_rate=rate))
     keys = {step: batch_at(repo.repository, f"gpt@{step}").keys for step in range(177, 193)}
     (step,) = [number for number, found in keys.items() if "37" in found]
     # A newer version of the data, and a model of the user's that has the name of the short runs.
