@@ -128,6 +128,15 @@ class Engine:
                 self._cuda_device = submission.inputs[0].device
             self._changed.notify()
 
+    def check(self) -> None:
+        """Return at once if operations can be submitted.
+
+        Raises:
+            HorovodInternalError: the job has lost a rank, or this engine is closed.
+        """
+        if self._end_reason is not None:
+            raise HorovodInternalError(self._end_reason)
+
     def write_timeline(self, timeline: Timeline) -> None:
         """Record later operations in `timeline`, and close the previous timeline."""
         previous, self._timeline = self._timeline, timeline

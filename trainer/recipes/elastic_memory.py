@@ -20,6 +20,7 @@ from datasvc.errors import DatasvcError
 from datasvc.loaders.core.mixture import splits_of
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.elastic.state import State
+from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import load_optimizer, report_commits
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
@@ -29,7 +30,7 @@ from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the state of a run, the same on all ranks but for the residuals in `optimizer`.
+    """A copy of the state of a run, the same on all ranks but for parts of `optimizer`.
 
     Attributes:
         data_versions: version of each data set, such as "digits@1".
@@ -38,7 +39,8 @@ class Snapshot:
         metrics: metrics of the newest evaluation; empty if training has continued since.
         model: weights and buffers; the statistics of batch normalisation are those of rank 0.
         average_statistics: statistics of batch normalisation of the averaged weights; see `Run`.
-        optimizer: moments and counters, and of this rank what its compression has not sent yet (residuals).
+        optimizer: moments and counters, of this rank with `--sync`, and what its compression or codec has not sent
+            (residuals).
         loss_scale: state of the loss scaler.
         average: average of the weights; None without one.
         early_stop: best metric, and evaluations since.
@@ -73,11 +75,12 @@ class ElasticMemory(State):
         super().__init__()
         self.snapshot: Snapshot | None = None
         self._run: Run | None = None
+        self._is_due = False
 
     @contextmanager
     def holding(self, run: Run) -> Iterator[None]:
         """Copy the state of `run` at each commit inside the context (one round); close the run after an error."""
-        self._run = run
+        self._run, self._is_due = run, False
         try:
             yield
         except HostsUpdatedInterrupt as error:
@@ -93,6 +96,23 @@ class ElasticMemory(State):
         finally:
             self._run = None
 
+    def commit_when_due(self, *, is_due: bool) -> None:
+        """Commit if it is due; with `--sync`, after the next round of all ranks. Every rank calls this in each step.
+
+        What a rank has learned since a round is lost with it, so its samples must not count as consumed.
+
+        Raises:
+            HostsUpdatedInterrupt: see `commit`.
+            HorovodInternalError: a rank is lost.
+        """
+        assert self._run is not None, "a commit is made in a round only"
+        self._is_due |= is_due
+        if self._run.config.averages_weights:
+            runtime.current_job().engine.check()  # between rounds, no operation fails for a lost rank
+        if self._is_due and (not self._run.config.averages_weights or self._run.optimizer.is_averaged):
+            self._is_due = False
+            self.commit()
+
     def save(self) -> None:
         """Copy the state of the run to host memory."""
         assert self._run is not None, "a commit is made in a round only"
@@ -102,13 +122,19 @@ class ElasticMemory(State):
         """Do nothing: the next round loads the snapshot."""
 
     def sync(self) -> None:
-        """Take the snapshot of rank 0, but keep what this rank's compression has not sent. Every rank calls this."""
+        """Take the snapshot of rank 0, but keep what is this rank's own. Every rank calls this.
+
+        These are the residuals of a compression, and with `--sync` the moments and the residuals of a codec.
+        """
         own = self.snapshot
         snapshot: Snapshot | None = self._bcast_object(own)
-        # A rank that was lost in a commit may leave this rank with an older snapshot, whose residuals are outdated.
-        if own is not None and snapshot is not None and own.step == snapshot.step and "compression" in own.optimizer:
-            optimizer = {**snapshot.optimizer, "compression": own.optimizer["compression"]}
-            snapshot = dataclasses.replace(snapshot, optimizer=optimizer)
+        # A rank that was lost in a commit may leave this rank with an older snapshot, which is outdated.
+        if snapshot is not None and own is not None and own.step == snapshot.step:
+            parts = {"compression"} | ({"averaging", "state"} if "averaging" in own.optimizer else set())
+            kept = {part: own.optimizer[part] for part in parts & own.optimizer.keys()}
+            snapshot = dataclasses.replace(snapshot, optimizer={**snapshot.optimizer, **kept})
+        elif snapshot is not None and (outer := _outer_state(snapshot.optimizer)):
+            outer["rank"] = None  # nobody's here: the residuals of rank 0 must not count twice
         self.snapshot = snapshot
 
 
@@ -147,7 +173,10 @@ def load_snapshot(run: Run, snapshot: Snapshot) -> None:
     run.loader.load_state_dict(copy.deepcopy(dict(snapshot.loader)))
     run.model.load_state_dict(snapshot.model)
     # Copied, because the optimizer keeps the tensors that it loads, and a later round may load the snapshot again.
-    load_optimizer(run.optimizer, copy_to_host(snapshot.optimizer))
+    optimizer = copy_to_host(snapshot.optimizer)
+    if (outer := _outer_state(optimizer)) and outer["rank"] is not None:
+        outer["rank"] = hvd.rank()  # this rank has another number in each round
+    load_optimizer(run.optimizer, optimizer)
     load_loss_scale(run.loss_scale, snapshot.loss_scale)
     if run.average is not None and snapshot.average is not None:
         run.average.load_state_dict(snapshot.average)
@@ -157,6 +186,11 @@ def load_snapshot(run: Run, snapshot: Snapshot) -> None:
     run.parent = snapshot.parent
     # The random states of lost ranks are lost too. The step is part of the seed: no random numbers are repeated.
     random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
+
+
+def _outer_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an optimizer's state that `--sync diloco` adds; {} if there is none."""
+    return optimizer.get("averaging", {}).get("outer") or {}
 
 
 def copy_to_host(tree: Any) -> Any:

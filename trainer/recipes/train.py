@@ -193,8 +193,8 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                 commit(run, due=run.checkpoints.stop_signal is None, to=to)
                 if run.checkpoints.stop_signal is not None:
                     return
-            if memory is not None and run.step % run.config.commit_every == 0 and not run.is_over:
-                memory.commit()
+            if memory is not None and not run.is_over:
+                memory.commit_when_due(is_due=run.step % run.config.commit_every == 0)
             timer.restart()
             if run.is_cut_short:
                 break
@@ -202,7 +202,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             report_profile(run, run.config.profile, epoch)
         end_epoch(run)
         if memory is not None:
-            memory.commit()
+            memory.commit_when_due(is_due=True)
         timer.restart()
 
 

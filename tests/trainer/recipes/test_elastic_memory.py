@@ -17,6 +17,7 @@ from datasvc.models import describe_model, model_log
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from datasvc.trainer.job import runtime as hvd_runtime
 from datasvc.trainer.optim import optimizer as optimizers
 from datasvc.trainer.recipes import train as training
 from datasvc.trainer.recipes.elastic_memory import (
@@ -57,7 +58,7 @@ SETTINGS = {
 def run(repository, name, capsys, **settings):
     """Train for two epochs of 10 steps with --elastic; returns the events."""
     elastic = {"elastic": True, "commit_every": 3}
-    training.train(TrainConfig(repo=repository.url, data="pets", name=name, **SETTINGS, **elastic, **settings))
+    training.train(TrainConfig(repo=repository.url, data="pets", name=name, **SETTINGS | elastic | settings))
     printed = capsys.readouterr()
     # These tests have no launcher.
     assert "elastic has no effect in a job whose ranks cannot change: start it with datasvc-run" in printed.err
@@ -104,6 +105,28 @@ def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
     steps = {str(version): version.entry["step"] for version in model_log(repository, "failing")}
     parents = {str(version): version.entry["parent"] for version in model_log(repository, "failing")}
     assert all(steps[parent] < steps[name] for name, parent in parents.items() if parent is not None)
+
+
+def test_with_averages_a_failure_repeats_the_steps_since_the_last_round_of_all_ranks(
+    repository, tmp_path, capsys, monkeypatch
+):
+    """A copy is due after steps 3, 6, 9, 10, 12, ..., and made after the next multiple of 4."""
+    settings = {"sync": "diloco:4:delay=1", "ema_decay": None}
+    real_update, fails_before = training.update, []
+
+    def update(run, batch, mark):
+        if fails_before and run.step == fails_before[0]:
+            del fails_before[0]
+            raise hvd.HorovodInternalError(f"a rank was lost, {len(fails_before)} are left to lose")
+        return real_update(run, batch, mark)
+
+    monkeypatch.setattr(training, "update", update)
+    run(repository, "averaged", capsys, **settings)
+    fails_before += [2, 7, 11, 15, 19]
+    events = run(repository, "averaged-failing", capsys, ledger=str(tmp_path), **settings)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 0, 4, 8, 12, 16]
+    check_equal(repository, "averaged-failing", "averaged")
+    assert audit([list(read_ledger(tmp_path))]).is_proven
 
 
 def test_a_loss_scale_that_has_fallen_is_that_of_the_round_after_a_failure(repository, capsys, monkeypatch):
@@ -221,6 +244,56 @@ def test_a_rank_keeps_its_own_residuals_if_rank_0_has_the_same_step(compressed, 
     memory.sync()
     load_snapshot(compressed, memory.snapshot)
     assert [float(residual.max()) for residual in residuals_of(compressed)] == kept
+
+
+@pytest.fixture
+def averaging(repository):
+    """A run of DiLoCo whose momentum of the first parameter is 1, and the residual of its codec too."""
+    hvd.init()
+    settings = SETTINGS | {"optimizer": "sgd", "ema_decay": None, "sync": "diloco:1:codec=int8"}
+    run = start(
+        TrainConfig(repo=repository.url, data="pets", name="averaging", **settings),
+        LoggedEvents(choose_events(sys.stdout)),
+    )
+    run.model(torch.zeros(2, 3, 16, 16)).sum().backward()
+    run.optimizer.step()
+    for state in run.optimizer.state.values():
+        state["momentum_buffer"].fill_(1)
+    outer = run.optimizer._outer
+    outer._memory.update({0: {"residual": torch.ones_like(outer.weights[0])}})
+    with contextlib.closing(run), run.checkpoints:
+        yield run
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize(("step", "own"), [(1, True), (3, False)])
+def test_a_rank_keeps_its_own_moments_and_residuals_if_rank_0_has_the_same_step(averaging, step, own):
+    averaging.step, memory = 1, ElasticMemory()
+    memory.snapshot = take_snapshot(averaging)
+    averaging.step = step
+    for state in averaging.optimizer.state.values():
+        state["momentum_buffer"].fill_(2)
+    averaging.optimizer._outer._memory[0]["residual"].fill_(2)
+    of_rank_0 = take_snapshot(averaging)
+    memory._bcast_object = lambda _snapshot: of_rank_0
+    memory.sync()
+    # This rank had another number when it took its copy.
+    if own:
+        memory.snapshot.optimizer["averaging"]["outer"]["rank"] = 5
+    load_snapshot(averaging, memory.snapshot)
+    first = next(iter(averaging.optimizer.state.values()))
+    assert first["momentum_buffer"].unique().tolist() == [1.0 if own else 2.0]
+    kept = averaging.optimizer._outer._memory.get(0, {})
+    assert ([float(kept["residual"].max())] if "residual" in kept else []) == [1.0] * own
+
+
+def test_between_rounds_a_rank_finds_that_another_is_lost(averaging, monkeypatch):
+    memory = ElasticMemory()
+    monkeypatch.setattr(averaging, "close", lambda _error: None)
+    with pytest.raises(hvd.HorovodInternalError, match="rank 7 is gone"), memory.holding(averaging):
+        memory.commit_when_due(is_due=False)
+        monkeypatch.setattr(hvd_runtime.current_job().engine, "_end_reason", "rank 7 is gone")
+        memory.commit_when_due(is_due=False)
 
 
 def test_each_round_closes_its_cache(repository, tmp_path, capsys, monkeypatch):

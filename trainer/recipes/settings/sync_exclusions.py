@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError
 from datasvc.planning.layout import parse_sizes
+from datasvc.trainer.optim.sync_policy import SyncPolicy, parse_sync
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Exclusion:
     remedy: str
 
 
+def _is_elastic(policy: SyncPolicy) -> bool:
+    return policy.gives_equal_weights and policy.kind != "hierarchical"
+
+
 EXCLUSIONS: Final = (
     Exclusion(
         "--layout with other axes than data",
@@ -38,10 +43,11 @@ EXCLUSIONS: Final = (
         "leave out --layout",
     ),
     Exclusion(
-        "--elastic",
-        lambda config: config.elastic,
-        "the state between rounds is of each rank, and is lost with it",
-        "leave out --elastic: started again, the run continues the newest version at any number of ranks",
+        "--elastic with hierarchical, easgd, gossip, fragments or alpha",
+        lambda config: config.elastic and not _is_elastic(parse_sync(config.sync)),
+        "after the loss of a rank the others continue from a round that gave all the same weights, and the rounds of "
+        "`hierarchical` need nodes of equal sizes",
+        "use local, postlocal or diloco without fragments and alpha",
     ),
     Exclusion(
         "--op adasum",

@@ -11,7 +11,7 @@ WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
 # By option of the table, the words that set it.
 EXCLUDED = {
     "--layout with other axes than data": ("--layout", "data=2,shard=2"),
-    "--elastic": ("--elastic",),
+    "--elastic with hierarchical, easgd, gossip, fragments or alpha": ("--elastic",),
     "--op adasum": ("--op", "adasum"),
     "--compression": ("--compression", "bf16"),
     "--bucket": ("--bucket", "auto"),
@@ -30,7 +30,7 @@ def test_the_cases_below_are_all_exclusions():
 
 
 @pytest.mark.parametrize("excluded", EXCLUSIONS, ids=lambda excluded: excluded.option)
-@pytest.mark.parametrize("sync", ["local:8", "gossip:ring"])
+@pytest.mark.parametrize("sync", ["easgd:8:0.9", "gossip:ring"])
 def test_each_exclusion_is_refused_with_what_to_do_and_only_with_averaged_weights(excluded, sync):
     words = EXCLUDED[excluded.option]
     assert not config_of(*words).averages_weights
@@ -39,6 +39,14 @@ def test_each_exclusion_is_refused_with_what_to_do_and_only_with_averaged_weight
     message = str(refusal.value)
     assert message.startswith(f"sync is '{sync}', which does not go with {excluded.option}: ")
     assert message.endswith(f"{excluded.remedy}, or give --sync bsp")
+
+
+@pytest.mark.parametrize("sync", ["local:8", "postlocal:4:8", "diloco:8:delay=2,codec=int8"])
+def test_an_elastic_run_averages_in_rounds_after_which_all_ranks_have_equal_weights(sync):
+    assert config_of("--sync", sync, "--elastic").elastic
+    for other in ("hierarchical:2,8", "diloco:8:fragments=2", "diloco:8:alpha=0.5"):
+        with pytest.raises(ConfigError, match="does not go with --elastic with"):
+            config_of("--sync", other, "--elastic")
 
 
 @pytest.mark.parametrize(
