@@ -148,19 +148,35 @@ class _AveragingOptimizer(torch.optim.Optimizer):
             ValueError: the state is from the middle of a round of another `sync`.
         """
         averaging = state_dict.get("averaging", {"num_steps": 0, "outer": None})
-        outer = None
-        if averaging["outer"] is not None:
-            if averaging["outer"]["changes"] and parse_sync(averaging["sync"]) != self.sync_policy:
-                raise ValueError(
-                    f"the state is from the middle of a round of sync {averaging['sync']!r}: continue with that, or "
-                    f"load a state from the end of a round to continue with {self._sync!r}"
-                )
-            outer = OuterOptimizer(_weights_of(self), self.sync_policy, self._name)
-            outer.load_state_dict(averaging["outer"])
+        outer = self._make_outer(averaging)  # may raise
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "averaging"})
+        self._continue(averaging["num_steps"], outer)
+
+    def shared_memory(self) -> dict[str, Any]:
+        """Return what `broadcast_optimizer_state` sends: the number of steps, the outer weights and their momenta."""
+        averaging: dict[str, Any] = self.state_dict()["averaging"]
+        return averaging
+
+    def adopt_shared_memory(self, memory: dict[str, Any]) -> None:
+        """Replace this rank's part of the averaging by that of another rank, but for the residuals of a codec."""
+        self._continue(memory["num_steps"], self._make_outer(memory))
+
+    def _make_outer(self, averaging: dict[str, Any]) -> OuterOptimizer | None:
+        if averaging["outer"] is None:
+            return None
+        if averaging["outer"]["changes"] and parse_sync(averaging["sync"]) != self.sync_policy:
+            raise ValueError(
+                f"the state is from the middle of a round of sync {averaging['sync']!r}: continue with that, or load "
+                f"a state from the end of a round to continue with {self._sync!r}"
+            )
+        outer = OuterOptimizer(_weights_of(self), self.sync_policy, self._name)
+        outer.load_state_dict(averaging["outer"])
+        return outer
+
+    def _continue(self, num_steps: int, outer: OuterOptimizer | None) -> None:
         if self._outer is not None:
             self._outer.drop()
-        self.num_steps, self._outer = averaging["num_steps"], outer
+        self.num_steps, self._outer = num_steps, outer
 
     def _average(self, weights: list[Tensor]) -> None:
         if self.sync_policy.kind == "gossip":

@@ -72,6 +72,22 @@ def check_four_local_steps_are_those_of_torch_to_the_last_bit():
     assert not torch.equal(*of_all_ranks(model)[:2])
 
 
+def check_a_rank_that_joins_gets_the_round_of_rank_0():
+    model = new_model()
+    averaging = hvd.Averaging(sgd(model), "diloco:4")
+    for number in range(1, 5):
+        step(model, averaging, number)
+    if RANK:  # as in a new process
+        averaging.load_state_dict({**averaging.state_dict(), "averaging": {"num_steps": 0, "outer": None}})
+        set_weights(model, torch.zeros(len(weights_of(model))))
+    hvd.elastic.TorchState(model, averaging).synchronize()
+    for number in range(5, 9):
+        step(model, averaging, number)
+    assert averaging.num_steps == 8
+    assert averaging.is_averaged
+    assert torch.equal(*of_all_ranks(model)[:2])
+
+
 def check_ranks_of_a_node_average_more_often():
     model, reference = new_model(), new_model()
     averaging, plain = hvd.Averaging(sgd(model), "hierarchical:2,4"), sgd(reference)
