@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from datasvc.extras import explain_missing
 
 if TYPE_CHECKING:
-    from datasvc.trainer.env.environment import EngineSettings
+    from datasvc.trainer.env.environment import EngineSettings, smoke_steps
     from datasvc.trainer.errors import HorovodInternalError
     from datasvc.trainer.function import run
     from datasvc.trainer.gradients.compression import Compression
@@ -169,6 +169,7 @@ __all__ = [
     "run",
     "shutdown",
     "size",
+    "smoke_steps",
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",

@@ -278,6 +278,17 @@ def test_a_windowed_run_streams_through_a_cache_that_its_data_does_not_fit(repos
 
 
 @pytest.mark.slow
+def test_a_smoke_run_of_a_layout_is_a_part_of_the_job_that_stores_nothing(repository, monkeypatch):
+    monkeypatch.setenv("DATASVC_SMOKE_STEPS", "2")
+    monkeypatch.setenv("DATASVC_SMOKE_RANKS", "4")
+    before = sorted(Path(repository.url).rglob("*"))
+    status, events, error = run(repository, "smoked", layout="shard=2,data=2")
+    assert status == 0, error
+    assert {"event": "smoke", "steps": 2, "batch_size": 48}.items() <= events[-1].items()
+    assert sorted(Path(repository.url).rglob("*")) == before
+
+
+@pytest.mark.slow
 def test_errors_of_a_run_are_printed_without_a_traceback(repository):
     status, _, error = run(repository, "broken", ranks=1, data="letters")
     assert status == 1

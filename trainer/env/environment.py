@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from datasvc.trainer.env.foreign_launchers import parse_whole, translate
 
@@ -21,6 +23,10 @@ _LOG_LEVELS = {
 }
 # torchrun's names of the first four fields of `RankPlacement`, in the same order.
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SMOKE_STEPS: Final = "DATASVC_SMOKE_STEPS"
+"""Variable of a smoke run, `datasvc-run --smoke`: the number of its steps."""
+SMOKE_RANKS: Final = "DATASVC_SMOKE_RANKS"
+"""Likewise: the number of ranks of the job that starts after it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,18 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
     # Without variables for the nodes, assume that every node has as many ranks as this one, except perhaps the last.
     cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
     return RankPlacement(rank, size, local_rank, local_size, cross_rank, cross_size)
+
+
+def smoke_steps() -> int | None:
+    """Return the number of steps after which a program must end without results; None outside of a smoke run.
+
+    `datasvc-run --smoke N` runs the program so before the job starts. Available before `init`.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
+    text = os.environ.get(SMOKE_STEPS)
+    return parse_whole(text, SMOKE_STEPS) if text else None
 
 
 def placement_variables(placement: RankPlacement) -> dict[str, str]:

@@ -27,6 +27,7 @@ from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, L
 from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import StartError
 from datasvc.trainer.launch.ranks.static_job import run_static_job
+from datasvc.trainer.launch.smoke import plan_smoke, run_smoke
 
 _TORCH_BUILDS = "https://pytorch.org/get-started/locally"
 # Libraries for tensor operations that only Horovod can use.
@@ -67,13 +68,15 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -
 
 
 def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str]) -> JobFailure | None:
-    """Run a job to its end, as an elastic job if `elastic` is given.
+    """Run a job to its end, as an elastic job if `elastic` is given; its smoke run first, which may fail.
 
     Raises:
         StartError: the command cannot be started.
         OSError: no port is available, or the output files cannot be written.
         ValueError: the job description is invalid.
     """
+    if job.smoke_ranks is not None and (failure := run_smoke(job, environ)) is not None:
+        return failure
     if elastic is None:
         return run_static_job(job, environ)
     # Imported here, because most jobs are not elastic, and do not need the driver.
@@ -151,7 +154,13 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         stamps_lines=options.stamps_lines,
         output_folder=options.output_filename,
         is_verbose=options.verbose,
+        smoke_ranks=options.smoke,
+        smoke_timeout_s=options.smoke_timeout,
     )
+    if options.smoke is not None:
+        plan_smoke(job)  # only for its errors
+    elif options.smoke_timeout is not None:
+        raise ValueError("--smoke-timeout is the time limit of a smoke run: give --smoke as well")
     return job, elastic
 
 
@@ -237,6 +246,15 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
         type=_seconds,
         metavar="S",
         help="end the job if a rank has not started by then; an elastic job continues (default: only print a note)",
+    )
+    parser.add_argument(
+        "--smoke",
+        type=_positive,
+        metavar="N",
+        help="first run the command as N ranks on the first host for two steps, and start no job if that fails",
+    )
+    parser.add_argument(
+        "--smoke-timeout", type=_seconds, metavar="S", help="seconds after which the smoke run fails (default: never)"
     )
     parser.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]", help="variable for all ranks")
     parser.add_argument("--verbose", action="store_true", help="print the host and the command of each rank")

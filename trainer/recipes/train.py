@@ -32,6 +32,7 @@ from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import LoggedEvents
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.smoke import make_smoke_run, plan_smoke_config, read_smoke
 from datasvc.trainer.recipes.start import start
 from datasvc.trainer.recipes.tasks.batch_statistics import (
     batch_statistics,
@@ -55,6 +56,7 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
+            After a smoke run, which has no version to return, with status 0.
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         NotFiniteError: the training has diverged, and the settings have `stop_on_nan`.
         HorovodInternalError: a rank died, or submitted other operations than the other ranks. An elastic run
@@ -63,6 +65,9 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
     """
     # An impossible layout is refused here, because the ranks would otherwise connect first.
     size = read_placement(os.environ).size
+    smoke = read_smoke(os.environ, size)
+    if smoke is not None:
+        config = plan_smoke_config(config, smoke, size)
     layout = choose_layout(config, size, block=read_block_tokens(config, size))
     hvd.init()
     watch = None if layout.is_data_only else LostRankWatch(lost_after_s=config.lost_after)
@@ -73,6 +78,10 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
             "(docs/how-to/elastic.md)\n"
         )
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
+    if smoke is not None:
+        make_smoke_run(config, smoke, events, forget)
+        hvd.shutdown()
+        sys.exit(0)
     run = train_elastically(config, events, forget) if config.elastic else train_once(config, events, watch, forget)
     if watch is not None:
         watch.close()

@@ -50,6 +50,9 @@ class LaunchJob:
         prefixes_lines, stamps_lines: whether lines of output begin with `[rank]`, and with the time.
         output_folder: folder for copies of the output, `rank.N/stdout` and `rank.N/stderr`; None for no files.
         is_verbose: whether to print the host and the command of each rank on standard error.
+        time_limit_s: time after which the job is ended as failed; for static jobs. None: no limit.
+        smoke_ranks: number of ranks of the smoke run before the job; None: there is none.
+        smoke_timeout_s: time limit of the smoke run; None: no limit.
     """
 
     command: Sequence[str]
@@ -64,6 +67,9 @@ class LaunchJob:
     stamps_lines: bool = False
     output_folder: Path | None = None
     is_verbose: bool = False
+    time_limit_s: float | None = None
+    smoke_ranks: int | None = None
+    smoke_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,15 @@ _LOSS_ERROR = "HorovodInternalError"
 _CAUSE_WAIT_S = 2.0
 
 
-def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | None:
+def run_static_job(
+    job: LaunchJob, environ: Mapping[str, str], *, on_signal: Callable[[int], None] = lambda _: None
+) -> JobFailure | None:
     """Run all ranks to their end, and forward SIGINT and SIGTERM to them, if this is the main thread.
+
+    Args:
+        job: the job.
+        environ: environment of the launcher.
+        on_signal: called with the number of each signal that is forwarded.
 
     Returns:
         None if every rank exited with status 0.
@@ -56,7 +63,12 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | N
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=bool(other_hosts)))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
-        stack.enter_context(handling_signals(group.forward_signal))
+
+        def forward(number: int) -> None:
+            on_signal(number)
+            group.forward_signal(number)
+
+        stack.enter_context(handling_signals(forward))
         for hosted in ranks:
             group.start(_plan_start(job, hosted, environ, listener.getsockname()[1], addresses))
         # Ranks may connect before this line; the kernel queues their connections. The launcher serves the store, not
@@ -99,18 +111,21 @@ class _RankMonitor:
         self._store = store
         self._running = set(range(job.num_ranks))
         self._called_init: set[int] = set()
+        now_s = time.monotonic()
+        self._deadline_s = None if job.time_limit_s is None else now_s + job.time_limit_s
         self._arrivals = Arrivals(
             job.num_ranks,
             limit_s=_DEFAULT_LIMIT_S if job.start_timeout_s is None else job.start_timeout_s,
-            now_s=time.monotonic(),
+            now_s=now_s,
         )
 
     def run(self) -> JobFailure | None:
         """Wait until all ranks have succeeded, or one has failed and the others are terminated."""
         while self._running:
-            end = self._group.next_end(None if self._arrivals.is_over else _POLL_PERIOD_S)
+            waits = self._arrivals.is_over and self._deadline_s is None
+            end = self._group.next_end(None if waits else _POLL_PERIOD_S)
             if end is None:
-                failure = self._check_late_ranks()
+                failure = self._check_late_ranks() or self._check_time_limit()
             else:
                 self._running.discard(int(end.worker_id))
                 failure = self._failure_of(self._find_cause(end)) if end.returncode else None
@@ -171,6 +186,12 @@ class _RankMonitor:
         if len(late.ranks) > 1:
             reason += f"; {self._names_of(late.ranks[1:])} did not either"
         return self._make_failure(late.ranks[0], 1, reason)  # 1: the rank has no return code yet
+
+    def _check_time_limit(self) -> JobFailure | None:
+        """Return a failure of the first running rank if the job has reached its time limit."""
+        if self._deadline_s is None or time.monotonic() < self._deadline_s:
+            return None
+        return self._make_failure(min(self._running), 1, f"did not end within {self._job.time_limit_s:g} s")
 
     def _make_failure(self, rank: int, returncode: int, reason: str) -> JobFailure:
         return JobFailure(

@@ -182,6 +182,12 @@ def open_logs(
     }
 
 
+def import_trackers(targets: Sequence[str]) -> None:
+    """Import the packages of the trackers of these targets. Raises ConfigError: one is not installed."""
+    for kind, _ in check_logs(targets).values():
+        _import_extra(kind)
+
+
 def _import_extra(name: str) -> Any:
     """Import the module of the extra of the same name."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Protocol
 
@@ -119,7 +119,7 @@ class Task(Protocol):
 def evaluate(
     task: Task,
     model: nn.Module,
-    loader: Loader[Any],
+    loader: Iterable[Any],
     device: torch.device,
     precision: str,
     divided: DividedModel | None = None,
@@ -129,7 +129,7 @@ def evaluate(
     Args:
         task: task that defines the metrics.
         model: model; it is in evaluation mode during the call, and in training mode afterwards.
-        loader: loader with tail="pad", so that all ranks take equally many steps; it is read to the end of its epoch.
+        loader: batches, equally many on all ranks: a loader with tail="pad", which is read to the end of its epoch.
         device: device of the model.
         precision: precision of the forward pass; see the module `precision`.
         divided: what this rank has of the model; None: the whole model.
