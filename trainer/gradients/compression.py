@@ -22,9 +22,11 @@ from datasvc.trainer.gradients.compression_with_memory import (
     CompressionWithMemory,
     Memory,
     count_step,
+    drop_infinite,
+    keep_residual,
     with_residual,
 )
-from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction, layout_of
 from datasvc.trainer.gradients.power_sgd import PowerSGD
 from datasvc.trainer.gradients.quantized import Quantized
 from datasvc.trainer.job.process_sets import members_of
@@ -131,7 +133,7 @@ class DeepGradientCompression(TopK):
 
     def forget_sent(self, indices: Tensor, memory: dict[str, Any]) -> None:
         """Set the momentum of the sent values to zero."""
-        memory[VELOCITY].view(-1)[indices] = 0
+        drop_infinite(memory[VELOCITY]).view(-1)[indices] = 0
 
 
 def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
@@ -194,7 +196,7 @@ class _TopKBucket(Bucket):
         residual = self._settings.accumulate(self.parameters[position], memory, num_ranks)
         # `take_largest` removes the sent values, so `residual` then is the unsent part of the gradient.
         self._chosen[position] = take_largest(residual, self._settings.ratio_at(memory.get(NUM_STEPS, 0)))
-        memory[RESIDUAL] = residual
+        keep_residual(memory, residual)
         self._settings.forget_sent(self._chosen[position][1], memory)
         if self._settings.warmup_steps:
             count_step(memory)
@@ -213,6 +215,7 @@ class _TopKBucket(Bucket):
             name=self.name,
             is_grouped=True,
             process_set=self.reduction.process_set,
+            layout=layout_of(self.parameters.values()),
         )
 
 

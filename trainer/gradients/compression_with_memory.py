@@ -94,6 +94,20 @@ def count_step(memory: dict[str, Any]) -> None:
     memory[NUM_STEPS] = memory.get(NUM_STEPS, 0) + 1
 
 
+def keep_residual(memory: dict[str, Any], residual: Tensor) -> None:
+    """Store the unsent part of a gradient in the memory of its parameter. It may be changed: see `drop_infinite`."""
+    memory[RESIDUAL] = drop_infinite(residual)
+
+
+def drop_infinite(tensor: Tensor) -> Tensor:
+    """Replace numbers that are not finite by 0, in place, and return the tensor.
+
+    A gradient that is not finite is sent, so that all ranks see it, and then forgotten. Otherwise one overflow would
+    make the gradients of all later steps not finite, also with a loss scale, which skips such steps.
+    """
+    return tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def with_residual(parameter: Tensor, memory: dict[str, Any]) -> Tensor:
     """Return a new tensor: the gradient, or zeros without one, plus the residual of earlier gradients.
 

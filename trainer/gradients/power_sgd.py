@@ -21,13 +21,13 @@ from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.compression_with_memory import (
     NUM_STEPS,
-    RESIDUAL,
     CompressionWithMemory,
     Memory,
     count_step,
+    keep_residual,
     with_residual,
 )
-from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction, pack, unpack
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction, layout_of, pack, unpack
 from datasvc.trainer.job.submit import submit_allreduce
 
 # Name of a value in the memory.
@@ -163,6 +163,7 @@ class _PowerSGDBucket(Bucket):
             op=ReduceOp.SUM,
             is_grouped=True,
             process_set=self.reduction.process_set,
+            layout=layout_of(self.parameters.values()),
         )
 
     def _factorize(self, position: int, gradient: Tensor) -> _Factors:
@@ -196,7 +197,7 @@ class _PowerSGDBucket(Bucket):
         # With Sum, the approximation is the sum over all ranks; each rank counts an equal part of it as sent.
         is_sum = self.reduction.op is ReduceOp.SUM
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
-        memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)
+        keep_residual(memory, (factors.matrix - sent).view(parameter.shape).to(parameter.dtype))
         count_step(memory)
         self._assign(position, approximation.view(parameter.shape).to(parameter.dtype))
 

@@ -24,13 +24,13 @@ from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.gradients.codecs import BLOCK, INT4, INT8, ONE_BIT, TERNARY, VOTES, Codec, qsgd
 from datasvc.trainer.gradients.compression_with_memory import (
     NUM_STEPS,
-    RESIDUAL,
     CompressionWithMemory,
     Memory,
     count_step,
+    keep_residual,
     with_residual,
 )
-from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
+from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction, layout_of
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import members_of
 from datasvc.trainer.job.submit import submit_allgather, submit_alltoall
@@ -121,6 +121,7 @@ class _QuantizedBucket(Bucket):
             name=f"{self.name}.sums",
             is_grouped=True,
             process_set=self.reduction.process_set,
+            layout=layout_of(self.parameters.values()),
             round=self.reduction.round,
         )
 
@@ -139,7 +140,7 @@ class _QuantizedBucket(Bucket):
             memory = self._memory[position]
             count_step(memory)
             if self._keeps_errors:
-                memory[RESIDUAL] = rest.view(parameter.shape).to(parameter.dtype, copy=True)
+                keep_residual(memory, rest.view(parameter.shape).to(parameter.dtype, copy=True))
             self._assign(position, part.view(parameter.shape).to(parameter.dtype))
 
     def drop(self) -> None:
@@ -173,7 +174,12 @@ class _QuantizedBucket(Bucket):
             self._own_blocks().copy_(own)  # not sent: this rank adds it to the sum as it is
         reduction = self.reduction
         return submit_alltoall(
-            packed, None, name=f"{self.name}.parts", process_set=reduction.process_set, round=reduction.round
+            packed,
+            None,
+            name=f"{self.name}.parts",
+            process_set=reduction.process_set,
+            layout=layout_of(self.parameters.values()),
+            round=reduction.round,
         )
 
     def _own_blocks(self) -> Tensor:

@@ -74,7 +74,7 @@ def submit_allreduce(
         is_prescaled: whether `inputs` are multiplied by `prescale_factor` already. Only for groups, because a shared
             buffer is scaled as a whole.
         process_set: ranks that take part.
-        layout: checksum of the inputs' shapes and strides, compared between the ranks; 0 for no check.
+        layout: checksum of what the inputs consist of, see `Request`, compared between the ranks; 0 for no check.
         round: text that is compared between the ranks, see `Request`.
 
     Raises:
@@ -153,6 +153,7 @@ def submit_allgather(
     name: str,
     is_grouped: bool = False,
     process_set: ProcessSet = global_process_set,
+    layout: int = 0,
     round: str = "",  # noqa: A002
 ) -> Handle:
     """Start to concatenate the tensors of the ranks along the first dimension, in rank order, into new tensors.
@@ -165,7 +166,7 @@ def submit_allgather(
     _check_not_empty(name, tensors)
     check_tensors(tensors)
     request = _describe_request(
-        CollectiveKind.ALLGATHER, name, tensors, process_set, is_grouped=is_grouped, round=round
+        CollectiveKind.ALLGATHER, name, tensors, process_set, is_grouped=is_grouped, layout=layout, round=round
     )
     return _submit(request, tensors, [], None)
 
@@ -176,6 +177,7 @@ def submit_alltoall(
     *,
     name: str,
     process_set: ProcessSet = global_process_set,
+    layout: int = 0,
     round: str = "",  # noqa: A002
 ) -> Handle:
     """Start to send rows of the tensor to the ranks; the result is a new tensor of the received rows, in rank order.
@@ -191,7 +193,7 @@ def submit_alltoall(
     check_tensors([tensor])
     if tensor.ndim == 0:
         raise ValueError(f"'{name}': alltoall needs a tensor with at least one dimension, not a scalar")
-    request = _describe_request(CollectiveKind.ALLTOALL, name, [tensor], process_set, round=round)
+    request = _describe_request(CollectiveKind.ALLTOALL, name, [tensor], process_set, layout=layout, round=round)
     chosen_splits = _choose_splits(name, tensor.shape[0], splits, len(members_of(process_set)))
     request = dataclasses.replace(request, splits=chosen_splits)
     return _submit(request, [tensor], [], None)

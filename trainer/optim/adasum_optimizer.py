@@ -32,6 +32,9 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
     wrapped = subclass.__new__(subclass)
     # Leave out "step": a learning-rate scheduler stores a step() of the instance, which would hide that of `methods`.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    if "step" in optimizer.__dict__:
+        # That scheduler would warn that the given optimizer makes no steps: `wrapped` makes them.
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - the scheduler's own mark
     return wrapped
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
-from datasvc.trainer.gradients.gradient_bucket import pack, unpack
+from datasvc.trainer.gradients.gradient_bucket import layout_of, pack, unpack
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, add_process_set, global_process_set, process_set_table
 from datasvc.trainer.job.submit import submit_allreduce, submit_alltoall
@@ -54,14 +54,16 @@ def Averaging(optimizer: Opt, sync: str) -> Opt:  # noqa: N802 - beside `Distrib
 
     Raises:
         ValueError: `sync` has another form; the trainer is not initialized; the optimizer is one of
-            `DistributedOptimizer`; there are fewer parameters than fragments; or with "hierarchical", nodes have
-            unequal numbers of ranks.
+            `DistributedOptimizer` or of this function; there are fewer parameters than fragments; or with
+            "hierarchical", nodes have unequal numbers of ranks.
     """
     policy = parse_sync(sync)
     if not runtime.is_initialized():
         raise ValueError("the trainer is not initialized; call init() first")
     if hasattr(optimizer, "backward_passes_per_step"):
         raise ValueError("this optimizer combines gradients already; give Averaging the optimizer of torch")
+    if hasattr(optimizer, "sync_policy"):
+        raise ValueError("this optimizer averages weights already; give Averaging the optimizer of torch")
     wrapped: _AveragingOptimizer = wrap_optimizer(optimizer, _AveragingOptimizer)
     cut_fragments([weight.numel() for weight in _weights_of(wrapped)], policy.fragments)  # may raise
     wrapped.set_up(policy, sync)
@@ -78,6 +80,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         self._name = f"averaging.{next_number('averaging')}"
         self._outer: OuterOptimizer | None = None
+        self._outer_parameters: list[Tensor] = []  # those that `_outer` has weights of
         self._node = _node_set() if policy.kind == "hierarchical" else global_process_set
 
     @property
@@ -103,6 +106,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         if self._outer is None:
             yield  # before the first step the weights of all ranks are equal
             return
+        self._check_parameters()
         weights = _weights_of(self)
         own = [weight.detach().clone() for weight in weights]
         with torch.no_grad():
@@ -118,7 +122,9 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         weights = _weights_of(self)
         if self._outer is None and self.sync_policy.kind in ("easgd", "diloco"):
             self._outer = OuterOptimizer(weights, self.sync_policy, self._name)
+            self._outer_parameters = _averaged_parameters(self)
         if self._outer is not None:
+            self._check_parameters()
             self._outer.before_step(self.num_steps)
         # Do not call step(None), because the step of some optimizers takes no argument.
         loss = super().step(closure) if closure is not None else super().step()
@@ -176,7 +182,18 @@ class _AveragingOptimizer(torch.optim.Optimizer):
     def _continue(self, num_steps: int, outer: OuterOptimizer | None) -> None:
         if self._outer is not None:
             self._outer.drop()
-        self.num_steps, self._outer = num_steps, outer
+        self.num_steps, self._outer, self._outer_parameters = num_steps, outer, _averaged_parameters(self)
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError if the trainable parameters are no longer those that the outer weights belong to."""
+        now = _averaged_parameters(self)
+        had, has = ([id(parameter) for parameter in each] for each in (self._outer_parameters, now))
+        if had != has:
+            raise ValueError(
+                f"sync {self._sync!r} has outer weights of {len(had)} parameters, but other ones, {len(has)}, are "
+                "trainable now: freeze and add parameters before the first step, or end a round and wrap the "
+                "optimizer of torch again"
+            )
 
     def _average(self, weights: list[Tensor]) -> None:
         if self.sync_policy.kind == "gossip":
@@ -195,7 +212,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     def _replace_by_mean(self, tensors: list[Tensor], process_set: ProcessSet) -> None:
         for parts in _group(tensors):
-            flat = pack(parts) / process_set.size()
+            flat = pack(parts).div_(process_set.size())
             submit_allreduce(
                 [flat],
                 [flat],
@@ -203,6 +220,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
                 op=ReduceOp.SUM,
                 is_grouped=True,
                 process_set=process_set,
+                layout=layout_of(parts),
                 round=self._round_text(),
             ).wait()
             unpack(flat, parts)
@@ -214,7 +232,9 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         for parts in _group(weights):
             flat = pack(parts)
             copies = flat.expand(len(to), -1).contiguous()
-            handle = submit_alltoall(copies, splits, name=f"{self._name}.mix", round=self._round_text())
+            handle = submit_alltoall(
+                copies, splits, name=f"{self._name}.mix", layout=layout_of(parts), round=self._round_text()
+            )
             received = cast("Tensor", handle.wait())
             unpack((flat + received.sum(0)) / (len(received) + 1), parts)
 
@@ -223,7 +243,11 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
 
 def _weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters that are averaged."""
+    """Return the weights that are averaged."""
+    return _averaged_parameters(optimizer)
+
+
+def _averaged_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 

@@ -32,7 +32,8 @@ class OuterOptimizer:
     """The weights of DiLoCo's outer optimizer, or the center of EASGD, which uses only `weights`.
 
     Args:
-        weights: weights to copy; each call gets those of the same parameters, in the same order.
+        weights: weights to copy, in 32 bits if they have 16; each call gets those of the same parameters, in the
+            same order.
         policy: when rounds start and end.
         name: name of the operations, the same on every rank.
 
@@ -45,7 +46,11 @@ class OuterOptimizer:
     """
 
     def __init__(self, weights: list[Tensor], policy: SyncPolicy, name: str) -> None:
-        self.weights = [weight.detach().clone().requires_grad_() for weight in weights]
+        # In 16 bits, changes below half of the last bit would be lost in every round.
+        self.weights = [
+            weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True).requires_grad_()
+            for weight in weights
+        ]
         self._policy = policy
         self._name = name
         self._fragments = cut_fragments([weight.numel() for weight in weights], policy.fragments)
@@ -67,13 +72,18 @@ class OuterOptimizer:
         if self._policy.starts_round(step):
             # The number of the round alone chooses the fragment, so all ranks send the same one.
             fragment = self._fragments[self._policy.last_round(step) % len(self._fragments)]
-            self._changes = {position: self.weights[position].detach() - weights[position] for position in fragment}
+            self._changes = {position: self._change_of(position, weights[position]) for position in fragment}
             self._send(step)
         # A codec has two messages. Send the second in the middle of the delay, so that neither makes the ranks wait.
         if -step % self._policy.round_steps <= self._policy.delay // 2:
             self._send_sums()
         if self._policy.is_round(step):
             self._end_round(weights)
+
+    def _change_of(self, position: int, weight: Tensor) -> Tensor:
+        outer = self.weights[position].detach()
+        # From where the rank has begun: rounding the outer weight to 16 bits is no change that it has made.
+        return outer.to(weight.dtype).to(outer.dtype) - weight
 
     def _send(self, step: int) -> None:
         policy = self._policy
@@ -109,7 +119,7 @@ class OuterOptimizer:
         self.has_changed_weights = bool(self._changes)
         for position in self._changes:
             outer, own = self.weights[position].detach(), weights[position]
-            own.copy_(torch.lerp(outer, own, self._policy.alpha) if self._policy.alpha else outer)
+            own.copy_(torch.lerp(outer, own.to(outer.dtype), self._policy.alpha) if self._policy.alpha else outer)
         self._buckets, self._changes = [], {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,7 +134,19 @@ class OuterOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state; the residuals of a codec only if this rank has saved them, so that none counts twice."""
+        """Load a state; the residuals of a codec only if this rank has saved them, so that none counts twice.
+
+        Raises:
+            ValueError: the state is that of other parameters.
+        """
+        shapes, saved_shapes = (
+            [tuple(each.shape) for each in weights] for weights in (self.weights, state["weights"])
+        )
+        if shapes != saved_shapes:
+            raise ValueError(
+                f"the state has outer weights of {len(saved_shapes)} parameters, of shapes {saved_shapes}, but these "
+                f"have {shapes}: freeze the parameters that were frozen when it was saved"
+            )
         for weight, saved in zip(self.weights, state["weights"], strict=True):
             weight.detach().copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])

@@ -32,18 +32,20 @@ _EVERY_KIND: tuple[tuple[str, _Property], ...] = (
     ("device", lambda request: request.device_type),
 )
 _GROUPING: tuple[str, _Property] = ("grouping", lambda request: "grouped" if request.is_grouped else "single")
+_LAYOUT: tuple[str, _Property] = ("layout", lambda request: request.layout)
 _REDUCTION: tuple[tuple[str, _Property], ...] = (
     ("shape", lambda request: _one_or_all(request.shapes)),
     ("reduction", lambda request: request.reduce_op.value if request.reduce_op else None),
     ("prescale factor", lambda request: request.prescale_factor),
     ("postscale factor", lambda request: request.postscale_factor),
     _GROUPING,
-    ("layout", lambda request: request.layout),
+    _LAYOUT,
 )
 _ROWS: tuple[tuple[str, _Property], ...] = (
     ("number of dimensions", lambda request: _one_or_all([len(shape) for shape in request.shapes])),
     ("shape after the first dimension", lambda request: _one_or_all([shape[1:] for shape in request.shapes])),
     _GROUPING,
+    _LAYOUT,
 )
 _BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Property], ...]] = {
     CollectiveKind.ALLREDUCE: _REDUCTION,
@@ -212,6 +214,12 @@ class Negotiation:
             return (
                 f"{request.key.describe()}: {name_ranks(joined)} joined; until every rank has joined only allreduce "
                 f"and barrier can run, not {request.kind.value}"
+            )
+        if joined and any(submitted.round for submitted in requests.values()):
+            # The neutral values of a joined rank are zeros, which would be averaged as weights.
+            return (
+                f"{request.key.describe()}: {name_ranks(joined)} joined, and has no weights to average; every rank "
+                "must make the same number of rounds, so call join only after the last round of all ranks"
             )
         disagreement = find_disagreement(requests)
         # No two sets may have the same ranks, because a removal identifies a set by its ranks.

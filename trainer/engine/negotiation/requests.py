@@ -67,7 +67,8 @@ class Request:
         root_rank: rank whose tensor the others get (broadcast).
         splits: number of rows for each rank of the set (alltoall).
         ranks: members of the process set (add_process_set, remove_process_set).
-        layout: checksum of the shapes and strides of the gradients in a flat tensor; it must be equal on all ranks.
+        layout: checksum of the shapes of the tensors in a flat tensor, and of their strides if it has their memory
+            order; it must be equal on all ranks.
         round: round of an averaging optimizer, such as "step 8 of local:8"; it must be equal on all ranks.
     """
 
