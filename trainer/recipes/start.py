@@ -43,6 +43,7 @@ from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.masking import mask_forgotten, mask_skipped_steps
 from datasvc.trainer.recipes.model_check import check_sizes, describe_misfit, describe_whole_model, has_finite_state
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
+from datasvc.trainer.recipes.rank_check import check_data
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents, Recorder
@@ -75,6 +76,7 @@ def start(
     else:
         versions, version, init_version = snapshot.data_versions, snapshot.parent, None
     data = open_data(repo, config, versions)
+    check_data(data, versions)
     task = choose_task(config, data.train)
     # Replace None by the default model of the task, because the checkpoints store the name of the model.
     config = dataclasses.replace(config, model=config.model or task.default_model)

@@ -28,6 +28,7 @@ from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining
 from datasvc.trainer.recipes.mean_weights import using_mean_weights
 from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.precision import autocast
+from datasvc.trainer.recipes.rank_check import check_job
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import LoggedEvents
 from datasvc.trainer.recipes.run import Run
@@ -78,6 +79,8 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
             "(docs/how-to/elastic.md)\n"
         )
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
+    if not (config.elastic and runtime.is_elastic()):
+        check_job(config)
     if smoke is not None:
         make_smoke_run(config, smoke, events, forget)
         hvd.shutdown()
@@ -125,6 +128,7 @@ def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetP
 
     def train_round(memory: ElasticMemory) -> Run:
         with reporting_lost_ranks():
+            check_job(config)  # in each round, because ranks join
             # A round without a snapshot starts from the same random weights as the first one.
             random_state.seed_all(config.seed)
             run = start(config, events, memory.snapshot, forget=forget)

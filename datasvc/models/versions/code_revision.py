@@ -6,6 +6,7 @@ with limits of time and output. A run without git, or outside of a checkout, has
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -122,6 +123,16 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
 def capture_code(folder: Path | None = None) -> CodeRevision:
     """Read the code now for a later `keep_code`; a run calls this at its start, before files are edited."""
     return _capture(str(folder or Path.cwd()))[0]
+
+
+def identify_code(folder: Path | None = None) -> str:
+    """Return a text that tells the code of two processes apart: the commit, and a digest of the local changes.
+
+    The code is that of `capture_code`. Untracked files have no part in it.
+    """
+    code, diff = _capture(str(folder or Path.cwd()))
+    changes = f" with local changes {hashlib.sha256(diff).hexdigest()[:12]}" if code.dirty else ""
+    return f"{code.revision}{changes}" if code.revision else "not in a git checkout"
 
 
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
