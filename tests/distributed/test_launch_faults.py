@@ -97,14 +97,49 @@ def test_a_process_that_cannot_be_watched_is_ended(monkeypatch, remote_command):
         assert children() == before
 
 
-@pytest.mark.parametrize("last_words", [b"sig", b"nonsense\n", b""])
-def test_a_launcher_that_dies_in_the_middle_of_an_order_leaves_no_remote_rank(has_ended, last_words):
-    order = {"mark": "!", "command": ["sleep", "1000"], "environ": {}, "folder": "/", "grace_s": 0.1}
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", remote_guard.__file__], stdin=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+# Takes SIGUSR1, and prints the status of a child that does not handle it.
+TAKES_NOTICE = """
+import signal, subprocess
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+print("ready", flush=True)
+signal.sigwait({signal.SIGUSR1})
+child.communicate()
+print("noticed", child.returncode, flush=True)
+"""
+
+
+def test_a_notice_of_the_scheduler_reaches_each_rank_and_not_its_children(launcher):
+    """pytorch/pytorch#154849: SIGUSR1, the notice of a preemption, ended the launcher, and no rank got it."""
+    process = launcher.start(2, sys.executable, "-S", "-c", TAKES_NOTICE)
+    assert [process.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGUSR1)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert [line[4:] for line in output.splitlines()] == ["noticed 0"] * 2
+
+
+def start_remotely(*command):
+    """Start the command under the guard of a remote host, with pipes; return the guard."""
+    order = {"mark": "!", "command": command, "environ": {}, "folder": "/", "grace_s": 0.1}
+    arguments = [sys.executable, "-I", "-S", remote_guard.__file__]
+    guard = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     guard.stdin.write(json.dumps({**order, "master_addresses": [], "num_neighbours": 1}).encode() + b"\n")
     guard.stdin.flush()
+    return guard
+
+
+def test_a_notice_reaches_a_rank_of_another_host():
+    with start_remotely(sys.executable, "-S", "-c", TAKES_NOTICE) as guard:
+        assert guard.stdout.readline() == b"ready\n"
+        guard.stdin.write(b"notify %d\n" % signal.SIGUSR1)
+        guard.stdin.flush()
+        assert guard.stdout.readline() == b"noticed 0\n"
+
+
+@pytest.mark.parametrize("last_words", [b"sig", b"nonsense\n", b""])
+def test_a_launcher_that_dies_in_the_middle_of_an_order_leaves_no_remote_rank(has_ended, last_words):
+    guard = start_remotely("sleep", "1000")
     pid = int(guard.stderr.readline().split()[-1])
     guard.stdin.write(last_words)
     guard.stdin.close()

@@ -103,7 +103,7 @@ os.register_at_fork(after_in_child=_release_pipes)
 def main() -> None:
     """Read lines until the launcher has ended, then kill the remaining process groups."""
     # The launcher handles these signals; the guard must live until the launcher ends.
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     groups: set[int] = set()
     for line in listen(int(sys.argv[1])):

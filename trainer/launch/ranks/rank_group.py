@@ -96,6 +96,11 @@ class RankGroup:
         for process in tuple(self.processes.values()):
             process.send(number)
 
+    def notify(self, number: int) -> None:
+        """Send a signal that does not end the job, such as SIGUSR1, to the processes, and not to their children."""
+        for process in tuple(self.processes.values()):
+            process.notify(number)
+
     def terminate(self, worker_ids: Iterable[str] | None = None) -> None:
         """Terminate these processes, or all, with their children, and remove them from the group.
 
@@ -173,6 +178,10 @@ class RemoteRankProcess(RankProcess):
     def send(self, signal_number: int) -> None:
         """Send a signal to the process and its children, if the host is reachable."""
         self._orders.put(f"signal {int(signal_number)}\n".encode())
+
+    def notify(self, signal_number: int) -> None:
+        """Send a signal to the process alone, if the host is reachable."""
+        self._orders.put(f"notify {int(signal_number)}\n".encode())
 
     def begin_termination(self, grace_s: float) -> None:
         """Order the remote guard to terminate the process and its children."""

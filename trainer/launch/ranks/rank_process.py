@@ -138,6 +138,12 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal_number)
 
+    def notify(self, signal_number: int) -> None:
+        """Send a signal to the process alone: its children, such as workers of a loader, do not handle SIGUSR1."""
+        if not self._is_closed:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal_number)
+
     def begin_termination(self, grace_s: float) -> None:  # noqa: ARG002 - used by remote processes
         """Send SIGTERM to the process and its children."""
         self.send(signal.SIGTERM)

@@ -25,7 +25,7 @@ from typing import Any
 
 def main() -> None:
     """Execute the orders of the launcher until the end of standard input."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # A handler that does nothing, because the rank would inherit SIG_IGN.
         signal.signal(ignored, lambda *_: None)
     order = json.loads(sys.stdin.buffer.readline())
@@ -143,7 +143,7 @@ def follow_orders(pid: int, grace_s: float) -> float:
         if command == b"end":
             return float(number)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, int(number))
+            (os.kill if command == b"notify" else os.killpg)(pid, int(number))
     return grace_s
 
 

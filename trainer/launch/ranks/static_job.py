@@ -69,6 +69,7 @@ def run_static_job(
             group.forward_signal(number)
 
         stack.enter_context(handling_signals(forward))
+        stack.enter_context(handling_signals(group.notify, (signal.SIGUSR1, signal.SIGUSR2)))
         for hosted in ranks:
             group.start(_plan_start(job, hosted, environ, listener.getsockname()[1], addresses))
         # Ranks may connect before this line; the kernel queues their connections. The launcher serves the store, not
@@ -208,15 +209,17 @@ class _RankMonitor:
 
 
 @contextlib.contextmanager
-def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of each SIGINT and SIGTERM inside the block, instead of ending this process.
+def handling_signals(
+    handle: Callable[[int], None], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM)
+) -> Iterator[None]:
+    """Call `handle` with the number of each of these signals inside the block, instead of ending this process.
 
     The earlier handlers are restored after the block. In another thread than the main thread, this has no effect:
     only the main thread can set signal handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    previous = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
+    handled = numbers if is_main else ()
+    previous = {number: signal.signal(number, lambda number, _: handle(number)) for number in handled}
     try:
         yield
     finally:
