@@ -29,6 +29,7 @@ MODULES: Final = {
     "buckets": "slow_link",
     "hierarchical": "slow_link",
     "averaging": "averaging",
+    "sync_curves": "sync_curves",
     "compressed_gradients": "compressed_gradients",
     "compression_advice": "compressed_gradients",
     "plan_check": "plan_check",

@@ -104,7 +104,7 @@ class Report:
             print(json.dumps({"machine": machine, "commit": commit} | figures))
             return
         # Into a file or a pipe nothing is cut short.
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+        console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
         console.print(f"[bold]{self.title}[/bold]")
         console.print(
             f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
