@@ -33,7 +33,7 @@ def url(digits_folder, tmp_path_factory):
     return url
 
 
-def refuse(url, folder, *added):
+def refuse(url, folder, *added, cwd=ROOT):
     """Run two ranks, each as the first of its host; return the message that ends the job."""
     # fmt: off
     words = [
@@ -43,7 +43,7 @@ def refuse(url, folder, *added):
     ]
     # fmt: on
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environ, check=False)
     assert done.returncode == 2, done.stderr
     assert '"event": "step"' not in done.stdout
     return done.stderr
@@ -66,11 +66,15 @@ def test_other_options_are_refused(url, added, message):
 
 @pytest.mark.slow
 def test_other_code_is_refused(url, tmp_path):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert f'rank 1 has "{commit}"' in refuse(url, tmp_path)
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a"]
+        subprocess.run([*git, "init", "-q"], check=True)
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", folder.name], check=True)
+    words = ["git", "-C", str(folders[1]), "rev-parse", "HEAD"]
+    commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+    assert f'rank 1 has "{commit}"' in refuse(url, folders[1], cwd=folders[0])
 
 
 @pytest.mark.slow

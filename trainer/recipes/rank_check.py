@@ -46,7 +46,9 @@ def check_job(config: TrainConfig) -> None:
     code: dict[str, Any] = {}
     if hvd.size() > 1 and hvd.local_rank() == 0:
         packages = describe_environment()["packages"]
-        code = {"code": identify_code(), **{f"version of {name}": packages.get(name) for name in _PACKAGES}}
+        code = {f"version of {name}": packages.get(name) for name in _PACKAGES}
+        if (revision := identify_code()) is not None:  # a node without git may have the same code
+            code["code"] = revision
     check_facts(code, name="start.code")
 
 

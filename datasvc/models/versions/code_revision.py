@@ -125,14 +125,14 @@ def capture_code(folder: Path | None = None) -> CodeRevision:
     return _capture(str(folder or Path.cwd()))[0]
 
 
-def identify_code(folder: Path | None = None) -> str:
+def identify_code(folder: Path | None = None) -> str | None:
     """Return a text that tells the code of two processes apart: the commit, and a digest of the local changes.
 
-    The code is that of `capture_code`. Untracked files have no part in it.
+    The code is that of `capture_code`, without untracked files. None: git is missing, or not in a checkout.
     """
     code, diff = _capture(str(folder or Path.cwd()))
     changes = f" with local changes {hashlib.sha256(diff).hexdigest()[:12]}" if code.dirty else ""
-    return f"{code.revision}{changes}" if code.revision else "not in a git checkout"
+    return f"{code.revision}{changes}" if code.revision else None
 
 
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
