@@ -55,6 +55,7 @@ def describe(version: ModelVersion) -> list[Fact]:
         fact("stored_bytes", FactPart(entry.get("stored_bytes"), "bytes"), help="newly stored by its save"),
         fact("data", ", ".join(data) or "no consumed samples were recorded: the save had no data="),
         fact("sync", _sync_text(entry.get("execution") or {}), help="who waited for whom, if not in every step"),
+        fact("tournament", _tournament_text(entry.get("tournament") or {}), help="rounds, and whose weights it has"),
         *_masked_facts(entry),
         fact("NOT FINITE", value_text(bad or None), help="tensors with NaN or infinite elements"),
     ]  # fmt: skip
@@ -72,6 +73,16 @@ def _sync_text(execution: Mapping[str, Any]) -> str | None:
         return None
     named = {"steps of a round": execution.get("sync_steps"), "outer optimizer": execution.get("outer_optimizer")}
     return f"{sync} ({', '.join(f'{name}: {value}' for name, value in named.items() if value)})"
+
+
+def _tournament_text(tournament: Mapping[str, Any]) -> str | None:
+    """Return the number of rounds, and the rank whose weights the version has; None: there was no tournament."""
+    rounds, winner = tournament.get("rounds"), tournament.get("winner")
+    if not isinstance(rounds, list) or not (rounds or winner is not None):
+        return None
+    last = rounds[-1].get("round") if rounds and isinstance(rounds[-1], Mapping) else None
+    count = count_text(last + 1 if isinstance(last, int) else len(rounds), "round")
+    return count if winner is None else f"{count}, the weights are those of rank {winner}"
 
 
 def _masked_facts(entry: Mapping[str, Any]) -> list[Fact]:

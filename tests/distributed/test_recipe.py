@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,44 @@ def test_a_killed_run_resumes_with_what_each_rank_keeps_of_its_own_gradients(rep
     status, alone, error = run(repository, f"{name}-killed", ranks=1, **{**settings, "epochs": 2})
     assert status == 0, error
     assert steps(alone)[0] == 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_tournament_killed_in_a_round_has_the_rounds_and_bits_of_an_undisturbed_one(repository):
+    settings = {"sync": "tournament:3:perturb=1.5,samples=64", "epochs": 1, "global_batch": 96}
+    status, events, error = run(repository, "rounds", ranks=4, **settings)
+    assert status == 0, error
+    assert run(repository, "rounds-killed", ranks=4, kill_at_step=10, **settings)[0] != 0
+    status, resumed, error = run(repository, "rounds-killed", ranks=4, **settings)
+    assert status == 0, error
+    assert steps(resumed)[0] in {5, 9}  # both are in the middle of a round
+    undisturbed, final = (describe_model(repository, name).entry for name in ("rounds", "rounds-killed"))
+    assert (final["content"], final["metrics"]) == (undisturbed["content"], undisturbed["metrics"])
+    assert final["tournament"] == undisturbed["tournament"]
+    reported = [event for event in events if event["event"] == "tournament"]
+    assert [{"event": "tournament", **played} for played in undisturbed["tournament"]["rounds"]] == reported
+    assert [(played["step"], len(played["pairs"]), len(set(played["factors"])) > 1) for played in reported] == [
+        (step, 2, True) for step in (3, 6, 9, 12)
+    ]
+    status, alone, error = run(repository, "rounds-killed", ranks=1, **{**settings, "epochs": 2})
+    assert status == 0, error
+    assert steps(alone)[0] == 15
+    continued = describe_model(repository, "rounds-killed").entry["tournament"]["rounds"]
+    assert [played["step"] for played in continued] == list(range(3, 28, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_replicas_of_tournaments_are_better_than_the_median_one_that_trains_alone(repository):
+    losses = {}
+    for sync in ("tournament:8", "tournament:1000"):  # the second never has a round, only the last comparison
+        settings = {"sync": sync, "epochs": 12, "global_batch": 96, "checkpoint_every": 1000, "report_every": 8}
+        name = sync.replace(":", "-")
+        status, _, error = run(repository, name, ranks=4, **settings)
+        assert status == 0, error
+        losses[sync] = describe_model(repository, name).entry["tournament"]["losses"]
+    assert 1.15 * min(losses["tournament:8"]) < statistics.median(losses["tournament:1000"]), losses
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def run(command, tmp_path):
 def test_all_examples_run_alone(tmp_path):
     program = tmp_path / "all.py"
     program.write_text("\n".join(EXAMPLES), encoding="utf-8")
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     run([sys.executable, str(program)], tmp_path)
 
 

@@ -6,7 +6,7 @@ Between two rounds the ranks do not communicate, and their weights differ. `sync
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,11 +22,14 @@ from datasvc.trainer.optim.broadcast_state import allgather_object
 from datasvc.trainer.optim.outer_optimizer import OuterOptimizer, group_alike
 from datasvc.trainer.optim.parameter_names import next_number, parameters_of
 from datasvc.trainer.optim.sync_policy import SyncPolicy, cut_fragments, neighbours, parse_sync
+from datasvc.trainer.optim.tournament import Judge, Tournament
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
-def Averaging(optimizer: Opt, sync: str) -> Opt:  # noqa: N802 - beside `DistributedOptimizer`
+def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
+    optimizer: Opt, sync: str, *, judge: Judge | None = None, buffers: Iterable[Tensor] = (), seed: int = 0
+) -> Opt:
     """Return the optimizer with steps of its own on each rank, and rounds in which the ranks average their weights.
 
     All ranks must have the same weights at the first step, see `broadcast_parameters`, and make the same number of
@@ -50,14 +53,27 @@ def Averaging(optimizer: Opt, sync: str) -> Opt:  # noqa: N802 - beside `Distrib
             parameters has a round every 32 steps, one after the other; a rank sends 2 steps before its weights
             change; they become 0.5 of the outer weights and 0.5 of its own; and it sends quantised numbers. With
             DiLoCo each rank may have its own number of steps and its own delay. "gossip:ring", "gossip:exponential",
-            "gossip:ring:4": the mean with neighbours in every, or every 4th, step.
+            "gossip:ring:4": the mean with neighbours in every, or every 4th, step; "tournament:8": no mean: every 8
+            steps the loser of each pair of ranks takes over weights and state of the winner, see `Tournament`;
+            "tournament:8:perturb=1.2": the learning rates of the ranks differ too, by powers of 1.2.
+        judge: of a tournament, returns the loss of the model's present weights on held-out samples, the same samples
+            on all ranks. It must leave weights, gradients and random generators as they are.
+        buffers: of a tournament, tensors that a loser takes over too, such as `model.buffers()`.
+        seed: of a tournament, the seed of pairs and rates, equal on all ranks.
 
     Raises:
-        ValueError: `sync` has another form; the trainer is not initialized; the optimizer is one of
-            `DistributedOptimizer` or of this function; there are fewer parameters than fragments; or with
-            "hierarchical", nodes have unequal numbers of ranks.
+        ValueError: `sync` has another form, or is a tournament without `judge`; the trainer is not initialized; the
+            optimizer is one of `DistributedOptimizer` or of this function; there are fewer parameters than fragments;
+            or with "hierarchical", nodes have unequal numbers of ranks.
     """
     policy = parse_sync(sync)
+    if (policy.kind == "tournament") != (judge is not None):
+        raise ValueError(
+            f"sync is {sync!r}, and judge= is for tournaments only"
+            if judge is not None
+            else f"sync {sync!r} needs judge=: a function without arguments that returns the loss of the model's "
+            "present weights on held-out samples, the same samples on all ranks"
+        )
     if not runtime.is_initialized():
         raise ValueError("the trainer is not initialized; call init() first")
     if hasattr(optimizer, "backward_passes_per_step"):
@@ -67,11 +83,15 @@ def Averaging(optimizer: Opt, sync: str) -> Opt:  # noqa: N802 - beside `Distrib
     wrapped: _AveragingOptimizer = wrap_optimizer(optimizer, _AveragingOptimizer)
     cut_fragments([weight.numel() for weight in _weights_of(wrapped)], policy.fragments)  # may raise
     wrapped.set_up(policy, sync)
+    if judge is not None:
+        wrapped.tournament = Tournament(policy, judge, buffers, seed, f"tournament.{next_number('tournament')}")
     return cast("Opt", wrapped)  # an instance of a subclass of its class
 
 
 class _AveragingOptimizer(torch.optim.Optimizer):
     """The methods that `wrap_optimizer` adds."""
+
+    tournament: Tournament | None = None
 
     def set_up(self, policy: SyncPolicy, sync: str) -> None:
         """Initialize the added attributes. Every rank calls this, in the same order."""
@@ -87,20 +107,26 @@ class _AveragingOptimizer(torch.optim.Optimizer):
     def is_averaged(self) -> bool:
         """Whether the last step ended with a round of all ranks, after which their weights are equal.
 
-        After a round of EASGD, of gossip, and of DiLoCo with fragments or alpha, they are closer, and not equal.
+        After a round of EASGD, of gossip, and of DiLoCo with fragments or alpha, they are closer, and not equal;
+        after a tournament, those of a loser and its winner are equal.
         """
         is_equal_round = self.sync_policy.gives_equal_weights and self.sync_policy.is_round(self.num_steps)
         return is_equal_round and (self._outer is None or self._outer.has_changed_weights)
 
     @contextlib.contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Give the parameters the outer weights of DiLoCo or the center of EASGD, and then their own again.
+        """Give the parameters the weights to evaluate and save, equal on all ranks, and then their own again.
 
-        These are equal on all ranks: evaluate and save them. The block must not make steps.
+        These are the outer weights of DiLoCo, the center of EASGD, or those, with buffers, of the winner of a
+        comparison of all ranks, for which every rank must call this. The block must not make steps.
 
         Raises:
             ValueError: the policy has no such weights.
         """
+        if self.tournament is not None:
+            with self.tournament.winner_weights(_weights_of(self), f"after {self._round_text()}"):
+                yield
+            return
         if self.sync_policy.kind not in ("easgd", "diloco"):
             raise ValueError(f"sync {self._sync!r} has no outer weights; evaluate when `is_averaged` is true")
         if self._outer is None:
@@ -126,8 +152,9 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         if self._outer is not None:
             self._check_parameters()
             self._outer.before_step(self.num_steps)
-        # Do not call step(None), because the step of some optimizers takes no argument.
-        loss = super().step(closure) if closure is not None else super().step()
+        with contextlib.nullcontext() if self.tournament is None else self.tournament.scaled_rates(self.param_groups):
+            # Do not call step(None), because the step of some optimizers takes no argument.
+            loss = super().step(closure) if closure is not None else super().step()
         self.num_steps += 1
         with torch.no_grad():
             if self.sync_policy.kind == "diloco" and self._outer is not None:
@@ -145,7 +172,10 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         """Return the state of the base class, with this rank's part of the averaging."""
         state: dict[str, Any] = super().state_dict()
         outer = None if self._outer is None else self._outer.state_dict()
-        return {**state, "averaging": {"sync": self._sync, "num_steps": self.num_steps, "outer": outer}}
+        averaging = {"sync": self._sync, "num_steps": self.num_steps, "outer": outer}
+        if self.tournament is not None:
+            averaging["tournament"] = self.tournament.state_dict()
+        return {**state, "averaging": averaging}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. One of a plain optimizer starts the averaging at step 0. Every rank calls this.
@@ -156,7 +186,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         averaging = state_dict.get("averaging", {"num_steps": 0, "outer": None})
         outer = self._make_outer(averaging)  # may raise
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "averaging"})
-        self._continue(averaging["num_steps"], outer)
+        self._continue(averaging, outer)
 
     def shared_memory(self) -> dict[str, Any]:
         """Return what `broadcast_optimizer_state` sends: the number of steps, the outer weights and their momenta."""
@@ -165,7 +195,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     def adopt_shared_memory(self, memory: dict[str, Any]) -> None:
         """Replace this rank's part of the averaging by that of another rank, but for the residuals of a codec."""
-        self._continue(memory["num_steps"], self._make_outer(memory))
+        self._continue(memory, self._make_outer(memory))
 
     def _make_outer(self, averaging: dict[str, Any]) -> OuterOptimizer | None:
         if averaging["outer"] is None:
@@ -179,10 +209,13 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         outer.load_state_dict(averaging["outer"])
         return outer
 
-    def _continue(self, num_steps: int, outer: OuterOptimizer | None) -> None:
+    def _continue(self, averaging: dict[str, Any], outer: OuterOptimizer | None) -> None:
         if self._outer is not None:
             self._outer.drop()
-        self.num_steps, self._outer, self._outer_parameters = num_steps, outer, _averaged_parameters(self)
+        if self.tournament is not None:
+            self.tournament.load_state_dict(averaging.get("tournament"))
+        self.num_steps, self._outer = averaging["num_steps"], outer
+        self._outer_parameters = _averaged_parameters(self)
 
     def _check_parameters(self) -> None:
         """Raise ValueError if the trainable parameters are no longer those that the outer weights belong to."""
@@ -196,7 +229,9 @@ class _AveragingOptimizer(torch.optim.Optimizer):
             )
 
     def _average(self, weights: list[Tensor]) -> None:
-        if self.sync_policy.kind == "gossip":
+        if self.tournament is not None:
+            self.tournament.play(self.num_steps, self, weights, self._round_text())
+        elif self.sync_policy.kind == "gossip":
             self._mix(weights)
         elif self._outer is None:
             self._replace_by_mean(weights, global_process_set)

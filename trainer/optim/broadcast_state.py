@@ -66,7 +66,7 @@ def broadcast_object(
     name = name or "object"
     is_root = runtime.rank() == root_rank
     # On the other ranks, `data` is None until the length is known.
-    data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8) if is_root else None
+    data = torch.frombuffer(bytearray(pickle_object(obj)), dtype=torch.uint8) if is_root else None
     # Send the length first, because the other ranks must allocate the memory for the data.
     length = broadcast_(
         torch.tensor([0 if data is None else data.numel()], dtype=torch.int64, device="cpu"),
@@ -93,7 +93,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         ValueError: this rank is not in the process set.
     """
     name = name or "object"
-    data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(pickle_object(obj)), dtype=torch.uint8)
     lengths = allgather(
         torch.tensor([data.numel()], dtype=torch.int64, device="cpu"), f"{name}.length", process_set
     ).tolist()
@@ -137,7 +137,7 @@ def broadcast_optimizer_state(
     # `local_values` has the state of each parameter, then the options of each group; the lists below have this order.
     local_values = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     local_values += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    descriptions = [_describe(values) for values in local_values]
+    descriptions = [describe_values(values) for values in local_values]
     # The memory of a compression, without the residuals.
     shared_memory = optimizer.shared_memory() if isinstance(optimizer, HasMemory) else {}
     root_values, shared_memory = broadcast_object((descriptions, shared_memory), root_rank, "optimizer")
@@ -145,17 +145,17 @@ def broadcast_optimizer_state(
         devices = [parameter.device for parameter in parameters]
         devices += [group["params"][0].device for group in optimizer.param_groups]
         local_values = [
-            _prepare(values, values_of_root, device)
+            prepare_values(values, values_of_root, device)
             for values, values_of_root, device in zip(local_values, root_values, devices, strict=True)
         ]
-        _adopt(optimizer, parameters, local_values)
+        adopt_values(optimizer, parameters, local_values)
         if isinstance(optimizer, HasMemory):
             optimizer.adopt_shared_memory(shared_memory)
     tensors = {
         f"optimizer.{i}.{key}": local_values[i][key]
         for i, values in enumerate(root_values)
         for key, value in values.items()
-        if isinstance(value, _TensorDescription)
+        if isinstance(value, TensorDescription)
     }
     broadcast_parameters(tensors, root_rank)
 
@@ -175,7 +175,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
             )
 
 
-def _pickle(obj: Any) -> bytes:
+def pickle_object(obj: Any) -> bytes:
     """Return a pickle of the object, by cloudpickle if pickle rejects the object."""
     # pickle first: it sends classes by name, so the receiver uses its own class. cloudpickle may send a copy of it.
     try:
@@ -185,7 +185,7 @@ def _pickle(obj: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class _TensorDescription:
+class TensorDescription:
     """The properties of a tensor of the root, from which another rank can allocate it."""
 
     shape: torch.Size
@@ -193,21 +193,23 @@ class _TensorDescription:
     is_on_host: bool
 
 
-def _describe(values: Mapping[str, Any]) -> dict[str, Any]:
+def describe_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with each tensor replaced by its description."""
     return {
-        key: _TensorDescription(value.shape, value.dtype, value.device.type == "cpu")
+        key: TensorDescription(value.shape, value.dtype, value.device.type == "cpu")
         if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
         else value  # a wrapper is sent as an object: another rank cannot make it from a shape
         for key, value in values.items()
     }
 
 
-def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def prepare_values(
+    local_values: Mapping[str, Any], root_values: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
     """Return the values of the root, with a tensor for each description: the local one if it fits, else a new one."""
     prepared = {k: value.to(device) if isinstance(value, Tensor) else value for k, value in root_values.items()}
     for key, value in root_values.items():
-        if isinstance(value, _TensorDescription):
+        if isinstance(value, TensorDescription):
             local = local_values.get(key)
             fits = isinstance(local, Tensor) and (local.shape, local.dtype) == (value.shape, value.dtype)
             # The root may keep a tensor, such as a step counter, on the host. Others are on the parameter's device.
@@ -216,7 +218,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
     return prepared
 
 
-def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: list[dict[str, Any]]) -> None:
+def adopt_values(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: list[dict[str, Any]]) -> None:
     """Replace the state and options: `values` has the state of each parameter, then the options of each group."""
     # Not strict, because the options of the groups follow the states.
     for parameter, state in zip(parameters, values, strict=False):

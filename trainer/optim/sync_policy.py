@@ -1,27 +1,32 @@
-"""When ranks average their weights, and with whom: pure functions of the number of steps.
+"""When ranks average or hand over their weights, and to whom: pure functions of the number of steps.
 
 The names are those of the papers: local SGD (Stich 2019), post-local and hierarchical SGD (Lin et al. 2020), EASGD
 in its synchronous form (Zhang et al. 2015), DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al.
-2025), and D-PSGD (Lian et al. 2017), here "gossip".
+2025), D-PSGD (Lian et al. 2017), here "gossip", and LTFB (Jacobs et al. 2019), here "tournament".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, Literal, get_args
 
-Kind = Literal["local", "hierarchical", "easgd", "diloco", "gossip"]
+Kind = Literal["local", "hierarchical", "easgd", "diloco", "gossip", "tournament"]
 Graph = Literal["ring", "exponential"]
 # Not "signsgd": its votes have no size, and an outer step has the size of the outer gradient.
 _Codec = Literal["int8", "int4", "onebit", "ternary", "qsgd"]
 
 _FORMS: Final = (
     "local:STEPS, postlocal:STEPS:STEPS, hierarchical:STEPS,STEPS, easgd:STEPS:BETA, "
-    "diloco:STEPS[:fragments=N,delay=D,alpha=A,codec=C], gossip:ring or gossip:exponential, with :STEPS"
+    "diloco:STEPS[:fragments=N,delay=D,alpha=A,codec=C], gossip:ring or gossip:exponential, with :STEPS, or "
+    "tournament:STEPS[:samples=M,perturb=F]"
 )
-_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {"fragments": int, "delay": int, "alpha": float, "codec": str}
+_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[str], Any]]]] = {
+    "diloco": {"fragments": int, "delay": int, "alpha": float, "codec": str},
+    "tournament": {"samples": int, "perturb": float},
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class SyncPolicy:
             weights change.
         alpha: of "diloco", the share of the rank's own weights in its weights after a round, as in the paper.
         codec: of "diloco", how outer gradients are sent, see `gradients.quantized`; None: as they are.
+        samples: of "tournament", largest number of samples that a judge should use. The training program does.
+        perturb: of "tournament", the factor by which learning rates differ; 1: they do not.
     """
 
     kind: Kind
@@ -52,6 +59,8 @@ class SyncPolicy:
     delay: int = 0
     alpha: float = 0.0
     codec: str | None = None
+    samples: int = 256
+    perturb: float = 1.0
 
     @property
     def round_steps(self) -> int:
@@ -61,7 +70,7 @@ class SyncPolicy:
     @property
     def gives_equal_weights(self) -> bool:
         """Whether all ranks have the same weights after a round."""
-        return self.kind not in ("easgd", "gossip") and self.fragments == 1 and self.alpha == 0
+        return self.kind not in ("easgd", "gossip", "tournament") and self.fragments == 1 and self.alpha == 0
 
     def is_round(self, step: int) -> bool:
         """Return whether all ranks average after this step; steps count from 1."""
@@ -98,24 +107,24 @@ def parse_sync(text: str) -> SyncPolicy:
                 return _checked(SyncPolicy("hierarchical", of_all, node_steps=of_node))
             case "easgd", [steps, beta]:
                 return _checked(SyncPolicy("easgd", int(steps), beta=float(beta)))
-            case "diloco", [steps, *options] if len(options) < 2:
-                return _checked(SyncPolicy("diloco", int(steps), **_read_options(*options)))
+            case ("diloco" | "tournament") as named, [steps, *options] if len(options) < 2:
+                return _checked(SyncPolicy(named, int(steps), **_read_options(_OPTIONS[named], *options)))
             case "gossip", [("ring" | "exponential") as graph, *steps] if len(steps) < 2:
                 return _checked(SyncPolicy("gossip", int(steps[0]) if steps else 1, graph=graph))
     except ValueError:
         pass  # a text that is not a number gets the same message
     raise ValueError(
         f"sync is {text!r}; expected {_FORMS}. STEPS is at least 1, those of a node divide those of all ranks, "
-        "0 < BETA < 1, N divides STEPS, 0 <= D < STEPS / N, 0 <= A <= 1, and C is one of "
+        "0 < BETA < 1, N divides STEPS, 0 <= D < STEPS / N, 0 <= A <= 1, M is at least 1, F >= 1, and C is one of "
         f"{', '.join(get_args(_Codec))}"
     )
 
 
-def _read_options(text: str | None = None) -> dict[str, Any]:
+def _read_options(kinds: Mapping[str, Callable[[str], Any]], text: str | None = None) -> dict[str, Any]:
     pairs = [] if text is None else [pair.partition("=") for pair in text.split(",")]
-    if any(name not in _OPTIONS for name, _, _ in pairs) or len({name for name, _, _ in pairs}) < len(pairs):
+    if any(name not in kinds for name, _, _ in pairs) or len({name for name, _, _ in pairs}) < len(pairs):
         raise ValueError
-    return {name: _OPTIONS[name](value) for name, _, value in pairs}
+    return {name: kinds[name](value) for name, _, value in pairs}
 
 
 def _checked(policy: SyncPolicy) -> SyncPolicy:
@@ -128,6 +137,8 @@ def _checked(policy: SyncPolicy) -> SyncPolicy:
         raise ValueError
     # A round ends before the next one starts, so one fragment at most is in flight.
     if not 0 <= policy.delay < policy.round_steps or not 0 <= policy.alpha <= 1:
+        raise ValueError
+    if policy.samples < 1 or not 1 <= policy.perturb < math.inf:
         raise ValueError
     return policy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import sgd_share
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
-from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
+from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics
+from datasvc.trainer.recipes.tasks.held_out import make_judge
+from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples, Task
 from datasvc.trainer.recipes.update import Learner, WeightAverage
 
 
@@ -39,6 +42,7 @@ def build_learner(
     layout: Layout,
     *,
     block: int | None = None,
+    held_out: Sequence[Examples] = (),
 ) -> Learner:
     """Build model and optimizer, and seed this rank's generators. Every rank must call this.
 
@@ -49,6 +53,7 @@ def build_learner(
         place: data rank and device of this rank.
         layout: layout of the ranks; with a data-only one, model and optimizer are equal on all ranks.
         block: tokens of a sample; None for images.
+        held_out: samples on which a tournament judges replicas, see `read_held_out`.
 
     Raises:
         ConfigError: the layout does not divide the blocks.
@@ -66,8 +71,9 @@ def build_learner(
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
     if config.recompute:
         recompute_activations(model)
+    judge = make_judge(config, task, model, held_out) if held_out else None
     optimizer = (
-        build_combining_optimizer(config, model, num_passes=batches.num_passes)
+        build_combining_optimizer(config, model, num_passes=batches.num_passes, judge=judge)
         if layout.is_data_only
         else build_zero_optimizer(config, model, layout, num_passes=batches.num_passes)
     )
@@ -175,10 +181,12 @@ def compile_model(model: torch.nn.Module, backend: str | None) -> None:
         raise ConfigError(f"compile is {backend!r}: {error}") from error
 
 
-def build_combining_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
+def build_combining_optimizer(
+    config: TrainConfig, model: nn.Module, *, num_passes: int, judge: Callable[[], float] | None = None
+) -> Any:
     """Return the run's optimizer, with which the ranks combine gradients or steps, or average weights.
 
-    Every rank must call this, in the same order among its collectives.
+    Every rank must call this, in the same order among its collectives. `judge` is that of a tournament.
 
     Raises:
         ConfigError: the nodes have unequal numbers of ranks, with a setting `sync` that needs equal ones; or `sync`
@@ -187,7 +195,10 @@ def build_combining_optimizer(config: TrainConfig, model: nn.Module, *, num_pass
     if not config.averages_weights:
         return build_distributed_optimizer(config, model, num_passes=num_passes)
     try:
-        return hvd.Averaging(build_optimizer(config, model), config.sync)
+        buffers = batch_statistics(model).values()
+        return hvd.Averaging(
+            build_optimizer(config, model), config.sync, judge=judge, buffers=buffers, seed=config.seed
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -2,7 +2,8 @@
 
 A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
 and of every rank the random states, the batch statistics, and what it has not sent of its gradients.
-With `--sync`, the weights are means over the ranks, and each rank also saves its own. A run that was killed and
+With `--sync`, the weights are means over the ranks, or with a tournament those of the best one, and each rank also
+saves its own. A run that was killed and
 resumed at the same world size therefore ends with the same bits as an uninterrupted run. The steps at which
 checkpoints were made do not matter. With the bucket size "auto", which depends on measurements, the last bits
 can differ.
@@ -114,6 +115,7 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
         "loader": run.loader.state_dict(),
         "log_ids": {RUN_LOG: run.log_ids[RUN_LOG]} if RUN_LOG in run.log_ids else {},  # that of rank 0 is stored
     }
+    tournament = getattr(run.optimizer, "tournament", None)
     config = run.config.to_dict() | ({MODEL_SIZES: dict(run.model_sizes)} if run.model_sizes else {})
     for tracker in TRACKERS:
         if tracker in run.log_ids:
@@ -131,6 +133,7 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
                 zero=run.config.zero,
                 exchanges_heads=run.divided is not None and run.divided.exchanges_heads,
                 sync=run.config.sync,
+                tournament=None if tournament is None else tournament.describe(),
             ),
             parent=None if run.has_saved else run.parent,
             run=run.ref,
@@ -276,7 +279,12 @@ def _check_same(version: Resolved, part: str, saved: str | None, configured: str
 
 
 def describe_execution(
-    layout: Layout, *, zero: int | None = None, exchanges_heads: bool = False, sync: str = "bsp"
+    layout: Layout,
+    *,
+    zero: int | None = None,
+    exchanges_heads: bool = False,
+    sync: str = "bsp",
+    tournament: Mapping[str, Any] | None = None,
 ) -> Execution:
     """Return what the entry of a version says about the execution of a run.
 
@@ -285,6 +293,7 @@ def describe_execution(
         zero: ZeRO stage of the settings.
         exchanges_heads: whether the ranks of the axis `tensor` exchange queries, keys and values.
         sync: the setting of this name.
+        tournament: rounds and last comparison, see `Tournament.describe`.
     """
     # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
     is_zero_1 = zero == 1
@@ -306,6 +315,8 @@ def describe_execution(
     policy = None if sync == "bsp" else parse_sync(sync)
     if policy is not None and policy.kind == "gossip":
         communication = {"all-to-all": divides_data}
+    elif policy is not None and policy.kind == "tournament":
+        communication = {"all-gather": divides_data, "all-to-all": divides_data}
     elif policy is not None and policy.codec is not None:
         communication = {"all-to-all": divides_data, "all-gather": divides_data}
     return Execution(
@@ -316,6 +327,7 @@ def describe_execution(
         sync=sync,
         sync_steps=1 if policy is None else policy.steps,
         outer_optimizer="" if policy is None else _OUTER_OPTIMIZERS.get(policy.kind, ""),
+        tournament=tournament or {},
     )
 
 
@@ -342,6 +354,10 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     saved_layout = (checkpoint.entry.get("execution") or {}).get("layout") or {}
     has_same_ranks = len(rank_states) == hvd.size() and saved_layout.get("tensor", 1) == run.layout.tensor
     rank_state = rank_states[hvd.rank() if has_same_ranks else 0]
+    # The weights of the model are those of this rank, if there was a tournament: its moments belong to them.
+    winner = (checkpoint.entry.get("tournament") or {}).get("winner")
+    if winner is not None and run.layout.is_data_only:
+        state["optimizer"] = {**state["optimizer"], "state": rank_states[winner]["optimizer"]}
     _resume_optimizer(run, checkpoint, state, rank_state, has_same_ranks=has_same_ranks)
     if run.average is not None:
         if state.get("ema"):
@@ -411,8 +427,8 @@ def _resume_optimizer(
     """Load the optimizer, this rank's part of it, and the loss scale.
 
     A run with `--sync` continues the round of a checkpoint, each rank with its own weights and moments. At another
-    number of ranks, all ranks have the mean weights and the moments of rank 0; with another `--sync`, rounds also
-    begin again.
+    number of ranks, all ranks have the mean weights and the moments of rank 0, or both of the winner of a tournament;
+    with another `--sync`, rounds also begin again.
     """
     optimizer = {**state["optimizer"]}
     averaging = rank_state.get("averaging", {})

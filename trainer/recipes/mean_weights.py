@@ -1,4 +1,4 @@
-"""The mean of the weights of the ranks, which a run with `--sync` evaluates and saves as its model.
+"""The weights that a run with `--sync` evaluates and saves as its model: the mean, or those of the best rank.
 
 Between two rounds, the weights of the ranks differ. Invariant: nothing here changes the training.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import datasvc.trainer as hvd
+from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics
 from datasvc.trainer.recipes.update import Learner
 
 
@@ -19,10 +20,15 @@ from datasvc.trainer.recipes.update import Learner
 def compute_mean_weights(run: Learner) -> dict[str, Tensor]:
     """Return copies of the means over the ranks, keyed as in `state_dict()`; {} if the ranks have equal weights.
 
-    Only trainable weights have a mean, because only these differ. Every rank must call this.
+    Only trainable weights have a mean, because only these differ. With a tournament, they are the weights of the
+    winner of a comparison of all ranks, and its batch statistics, unless these are recomputed. Every rank must call
+    this.
     """
     if not run.config.averages_weights or run.optimizer.is_averaged or hvd.size() == 1:
         return {}
+    if run.optimizer.tournament is not None:
+        with run.optimizer.outer_weights():
+            return _changed_tensors(run)
     weights = {weight: name for name, weight in run.model.named_parameters() if weight.requires_grad}
     means = {weight: weight.detach().clone() for weight in weights}
     hvd.grouped_allreduce_(list(means.values()), name="mean_weights", op=hvd.Average)
@@ -35,7 +41,7 @@ def compute_mean_weights(run: Learner) -> dict[str, Tensor]:
 def using_mean_weights(run: Learner) -> Iterator[None]:
     """Exchange the weights for their means inside the context; do not train inside it. Every rank must call this."""
     means = compute_mean_weights(run)
-    own = own_weights(run) if means else {}
+    own = _changed_tensors(run) if means else {}
     run.model.load_state_dict(means, strict=False)
     try:
         yield
@@ -46,3 +52,12 @@ def using_mean_weights(run: Learner) -> Iterator[None]:
 def own_weights(run: Learner) -> dict[str, Tensor]:
     """Return copies of the trainable weights of this rank by name."""
     return {name: weight.detach().clone() for name, weight in run.model.named_parameters() if weight.requires_grad}
+
+
+def _changed_tensors(run: Learner) -> dict[str, Tensor]:
+    """Return copies of what `compute_mean_weights` replaces, by name; a tied weight has several."""
+    named = run.model.named_parameters(remove_duplicate=False)
+    tensors: dict[str, Tensor] = {name: weight for name, weight in named if weight.requires_grad}
+    if run.optimizer.tournament is not None and not run.config.recomputes_statistics:
+        tensors |= batch_statistics(run.model)
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -49,6 +49,7 @@ from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents, Recorder
 from datasvc.trainer.recipes.run import EarlyStop, Run
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig, plan_batches
+from datasvc.trainer.recipes.tasks.held_out import read_held_out
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
 from datasvc.trainer.recipes.training_data import TrainingData, choose_task, open_data, resolve_data
 
@@ -96,8 +97,12 @@ def start(
         loader = loaders["loader"]
         stop_metrics = serve_metrics(config, {"train": loader, "val": loaders["val_loader"]})
         stack.callback(stop_metrics)
+        held_out = read_held_out(
+            config, task, data.val, batch_size=batches.micro_batch, versions=versions, cache=cache, place=place
+        )
+        block = getattr(loader, "block_tokens", None)
         run = Run(
-            **vars(build_learner(config, task, batches, place, layout, block=getattr(loader, "block_tokens", None))),
+            **vars(build_learner(config, task, batches, place, layout, block=block, held_out=held_out)),
             **loaders,
             schedule=schedule,
             stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),

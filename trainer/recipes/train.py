@@ -52,8 +52,8 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
 
     Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
     Rank 0 also reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed` (for a
-    checkpoint; the run continues), `not_finite`, `profile`, and finally `end`, or `stopped` if a signal ended the
-    run.
+    checkpoint; the run continues), `tournament` (a round), `not_finite`, `profile`, and finally `end`, or `stopped`
+    if a signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
@@ -188,6 +188,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                 run.loader.record(batch, torch.cat(run.task.losses)[-len(batch.positions) :])
                 run.task.losses.clear()
             run.step += 1
+            report_round(run)
             if was_choosing and not is_choosing_buckets(run):
                 report_buckets(run)
             # Reading the loss waits for the device. All ranks read it, so that no rank runs ahead of rank 0.
@@ -269,7 +270,8 @@ def _evaluate(run: Run) -> dict[str, float]:
 def prepare_statistics(run: Run) -> None:
     """Make the statistics of batch normalisation those to evaluate with, equal on all ranks."""
     if run.statistics_loader is None:
-        replace_statistics_by_averages(run.model)
+        if getattr(run.optimizer, "tournament", None) is None:  # else all ranks have those of the winner
+            replace_statistics_by_averages(run.model)
         return
     # Use the batches that training takes next: a resumed run then computes the same statistics, and what the cache
     # fetches for them is what training needs too.
@@ -338,6 +340,13 @@ def report_buckets(run: Run) -> None:
             all_reduce_s=cost.alpha_s,
             s_per_byte=cost.beta_s,
         )
+
+
+def report_round(run: Run) -> None:
+    """Report from rank 0 the round of a tournament, if the last step ended with one."""
+    tournament = getattr(run.optimizer, "tournament", None)
+    if tournament is not None and hvd.rank() == 0 and run.optimizer.sync_policy.is_round(run.optimizer.num_steps):
+        run.events.report("tournament", **{**tournament.rounds[-1], "step": run.step})
 
 
 def report_step(run: Run, *, epoch: int, loss: float, rate: float) -> None:

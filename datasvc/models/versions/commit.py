@@ -91,6 +91,11 @@ def prepare_entry(
         "message": metadata.message,
         **({"merged": [exact_version(repository, ref) for ref in metadata.merged]} if metadata.merged else {}),
         **({} if metadata.execution is None else {"execution": metadata.execution.to_dict()}),
+        **(
+            {"tournament": metadata.execution.tournament}
+            if metadata.execution and metadata.execution.tournament
+            else {}
+        ),
         **({} if metadata.run is None else {"run": metadata.run}),
         **(extra or {}),
     }

@@ -136,6 +136,7 @@ _FIELDS: Final[Mapping[str, _FieldRule]] = {
     "environment": _FieldRule(_is_environment, "values by name", is_required=False),
     "run": _FieldRule(_is_text, "a text", is_required=False),
     "execution": _FieldRule(_is_execution, "a layout of counts, and texts by name", is_required=False),
+    "tournament": _FieldRule(_is_mapping, "values by name", is_required=False),
     "stored_bytes": _FieldRule(_is_count, "an integer from 0 on", is_required=False),
     "num_nonfinite": _FieldRule(_is_counts, "counts by tensor", is_required=False),
     "content": _FieldRule(_is_text, "a text", is_required=False),

@@ -232,6 +232,8 @@ class Execution:
         sync: who waits for whom, such as "bsp" or "local:8", as in docs/explanation/waiting.md; "": not recorded.
         sync_steps: optimizer steps between two rounds of a parameter, of all ranks; 0: not recorded.
         outer_optimizer: what the exchanges do beside averaging: "nesterov", "center", or "".
+        tournament: rounds and last comparison of replicas, as `optimizer.tournament.describe()` of
+            `datasvc.trainer.Averaging` returns them: the field `tournament` of the entry.
 
     Raises:
         ConfigError: a value is not one of those that are listed above.
@@ -245,6 +247,7 @@ class Execution:
     sync: str = ""
     sync_steps: int = 0
     outer_optimizer: str = ""
+    tournament: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for axis, size in self.layout.items():
@@ -260,14 +263,15 @@ class Execution:
                 raise ConfigError(f"{name} is {text!r}; expected a text such as {example!r}")
         if type(self.sync_steps) is not int or self.sync_steps < 0:
             raise ConfigError(f"sync_steps is {self.sync_steps!r}; expected a number of steps, 0 or more")
+        object.__setattr__(self, "tournament", _check_tree(self.tournament, "tournament"))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the field `execution` of an entry."""
+        """Return the field `execution` of an entry, which lacks `tournament`."""
         averaging = {"sync": self.sync, "sync_steps": self.sync_steps, "outer_optimizer": self.outer_optimizer}
         # As texts, because earlier releases accept no other values here.
         recorded = {name: str(value) for name, value in averaging.items() if value}
         return {
-            **{name: value for name, value in vars(self).items() if name not in averaging},
+            **{name: value for name, value in vars(self).items() if name not in (*averaging, "tournament")},
             **recorded,
             "layout": dict(self.layout),
         }

@@ -1,6 +1,7 @@
 """Weights that ranks average every few steps, beside torch's averagers and formulas that are written out."""
 
 import copy
+import json
 import sys
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 import datasvc.trainer as hvd
 from datasvc.trainer.gradients import quantized
 from datasvc.trainer.optim.sync_policy import neighbours
+from datasvc.trainer.optim.tournament import change_exponent, first_exponent
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -243,11 +245,11 @@ def check_a_rank_in_another_round_is_an_error_that_names_both():
     for sync, texts in (
         ("local:4", ("step 4 of local:4", "step 8 of local:4")),
         ("gossip:ring:4", ("step 4 of gossip:ring:4", "step 8 of gossip:ring:4")),
+        ("tournament:4", ("step 4 of tournament:4", "step 8 of tournament:4")),
         ("diloco:4", ("round 0 of diloco", "round 1 of diloco")),
         ("diloco:8:fragments=2,delay=1,codec=int8", ("round 0 of diloco", "round 1 of diloco")),
     ):
-        model = new_model()
-        averaging = hvd.Averaging(sgd(model), sync)
+        model, averaging = averaged(sync)
         averaging.num_steps = 4 if RANK == SIZE - 1 else 0
         with raises(hvd.HorovodInternalError, "ranks disagree on the round", *texts):
             for number in range(1, 5):
@@ -303,6 +305,94 @@ def check_gossip_keeps_the_mean_and_brings_the_ranks_together():
         assert (now - now.mean(0)).abs().max() < 0.1
 
 
+def replica(sync="tournament:3", offset=0.0, optimizer=sgd, **options):
+    """A model whose loss depends on its rank, its optimizer, and the losses that its judge has returned."""
+    model = nn.Sequential(*new_model(), nn.BatchNorm1d(2))
+    losses = []
+
+    def judge():
+        losses.append(offset + float(weights_of(model).square().sum()))
+        return losses[-1]
+
+    buffers = list(model.buffers())
+    return model, hvd.Averaging(optimizer(model), sync, judge=judge, buffers=buffers, seed=3, **options), losses
+
+
+def state_of(model, optimizer):
+    """All that a loser takes over, as text."""
+    moments = [sorted(state.items()) for _, state in sorted(optimizer.state_dict()["state"].items())]
+    return repr(
+        [tensor.tolist() for tensor in model.state_dict().values()]
+        + [(name, torch.as_tensor(value).tolist()) for state in moments for name, value in state]
+    )
+
+
+def check_a_loser_has_the_state_of_its_winner_to_the_last_bit():
+    for make in (sgd, lambda model: torch.optim.AdamW(model.parameters(), 0.01)):
+        model, averaging, losses = replica(optimizer=make)
+        for number in range(1, 13):
+            step(model, averaging, number)
+            states = hvd.allgather_object(state_of(model, averaging))
+            if number % 3:
+                assert len(set(states)) == SIZE, number
+                continue
+            (played,) = set(hvd.allgather_object(json.dumps(averaging.tournament.rounds[-1])))
+            played = json.loads(played)
+            assert played["losses"] == hvd.allgather_object(losses[-1])
+            assert (played["step"], played["round"], len(played["pairs"])) == (number, number // 3 - 1, SIZE // 2)
+            for winner, loser in played["pairs"]:
+                assert played["losses"][winner] < played["losses"][loser]
+                assert states[winner] == states[loser]
+            assert len(set(states)) == SIZE - SIZE // 2
+            assert not averaging.is_averaged
+        best = min(range(SIZE), key=hvd.allgather_object(float(weights_of(model).square().sum())).__getitem__)
+        with averaging.outer_weights():
+            assert state_of(model, sgd(model)) in hvd.allgather_object(state_of(model, sgd(model)))
+            assert all(torch.equal(each, weights_of(model)) for each in of_all_ranks(model))
+        assert averaging.tournament.describe()["winner"] == best
+        assert hvd.allgather_object(state_of(model, averaging)) == states
+
+
+def check_the_lower_rank_wins_a_tie_and_any_rank_wins_against_nan():
+    for loss, expected in ((lambda: 1.0, 0), (lambda: float("nan") if RANK == 0 else 1.0, 1)):
+        model = new_model()
+        averaging = hvd.Averaging(sgd(model), "tournament:1", judge=loss)
+        for number in range(8):
+            step(model, averaging, number)
+        assert averaging.tournament.rounds[-1]["losses"][0] == (None if expected else 1.0)
+        for played in averaging.tournament.rounds:
+            assert all((winner < loser) != (0 in (winner, loser) and expected) for winner, loser in played["pairs"])
+        with averaging.outer_weights():
+            assert averaging.tournament.comparison["winner"] == expected
+
+
+def check_learning_rates_differ_and_a_loser_perturbs_that_of_its_winner():
+    model, averaging, _ = replica("tournament:1:perturb=1.5")
+    reference = nn.Sequential(*new_model(), nn.BatchNorm1d(2))
+    exponents = [first_exponent(3, rank) for rank in range(SIZE)]
+    for number in range(6):
+        reference.load_state_dict(model.state_dict())
+        plain = sgd(reference)
+        plain.load_state_dict({k: v for k, v in copy.deepcopy(averaging.state_dict()).items() if k != "averaging"})
+        plain.param_groups[0]["lr"] = 0.1 * 1.5 ** exponents[RANK]
+        step(model, averaging, number)
+        step(reference, plain, number)
+        played, own = averaging.tournament.rounds[-1], hvd.allgather_object(weights_of(reference))
+        for winner, loser in played["pairs"]:
+            exponents[loser] = exponents[winner] + change_exponent(3, number, loser)
+        assert played["factors"] == [1.5**exponent for exponent in exponents]
+        winner = next((winner for winner, loser in played["pairs"] if loser == RANK), RANK)
+        assert torch.equal(weights_of(model), own[winner])
+        assert averaging.param_groups[0]["lr"] == 0.1
+
+
+def averaged(sync):
+    if sync.startswith("tournament"):
+        return replica(sync)[:2]
+    model = new_model()
+    return model, hvd.Averaging(sgd(model), sync)
+
+
 def check_a_state_goes_on_to_the_same_bits():
     # After 5 steps, rounds of DiLoCo with a delay are in the middle: the first message, and the second, are sent.
     for sync in (
@@ -316,14 +406,13 @@ def check_a_state_goes_on_to_the_same_bits():
         "diloco:4:delay=2,codec=int4",
         "diloco:4:codec=qsgd",
         "gossip:exponential",
+        "tournament:3:perturb=1.2",
     ):
-        model = new_model()
-        averaging = hvd.Averaging(sgd(model), sync)
+        model, averaging = averaged(sync)
         for number in range(1, 6):
             step(model, averaging, number)
         saved = copy.deepcopy((model.state_dict(), averaging.state_dict()))
-        again = new_model()
-        resumed = hvd.Averaging(sgd(again), sync)
+        again, resumed = averaged(sync)
         again.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         for number in range(6, 20):
@@ -331,6 +420,9 @@ def check_a_state_goes_on_to_the_same_bits():
             step(again, resumed, number)
             assert torch.equal(weights_of(model), weights_of(again)), sync
         sgd(again).load_state_dict({name: value for name, value in saved[1].items() if name != "averaging"})
+        if averaging.tournament is not None and RANK == 0:
+            assert resumed.tournament.describe() == averaging.tournament.describe()
+            assert [played["step"] for played in resumed.tournament.rounds] == [3, 6, 9, 12, 15, 18]
 
 
 def check_a_state_from_the_middle_of_a_round_is_not_continued_by_another_policy():
@@ -372,6 +464,10 @@ def check_an_optimizer_that_combines_gradients_is_refused():
         hvd.Averaging(hvd.DistributedOptimizer(sgd(new_model())), "local:2")
     with raises(ValueError, "expected local:STEPS"):
         hvd.Averaging(sgd(new_model()), "bsp")
+    with raises(ValueError, "sync 'tournament:2' needs judge=: a function without arguments"):
+        hvd.Averaging(sgd(new_model()), "tournament:2")
+    with raises(ValueError, "judge= is for tournaments only"):
+        hvd.Averaging(sgd(new_model()), "local:2", judge=float)
 
 
 run_checks({"check_of_torchft": compare_diloco_with_that_of_torchft} if sys.argv[1:] == ["torchft"] else globals())

@@ -101,3 +101,20 @@ def test_an_entry_of_a_wrong_form_is_named(repository):
         with pytest.raises(CorruptDataError, match=r"field 'execution' is .*; expected a layout of counts"):
             check_fields({**entry, "execution": wrong}, "net@1")
     check_fields({**entry, "execution": {"layout": {"data": 2}, "later": "text"}}, "net@1")
+
+
+def test_rounds_of_a_tournament_are_a_field_of_the_entry_and_show_counts_them(repository):
+    rounds = [{"step": 8, "round": 0, "pairs": [[1, 0]], "losses": [None, 0.5]}]
+    played = Execution(sync="tournament:8", tournament={"rounds": rounds, "winner": 1, "losses": [0.7, 0.5]})
+    save(repository, "net", STATE, step=9, execution=played)
+    save(repository, "net", STATE, step=10, execution=Execution(tournament={"rounds": [{"round": 120}]}))
+    save(repository, "net", STATE, step=11, execution=Execution())
+    entry = describe_model(repository, "net@1").entry
+    check_fields(entry, "net@1")
+    assert entry["tournament"] == {"rounds": rounds, "winner": 1, "losses": [0.7, 0.5]}
+    assert "tournament" not in entry["execution"]
+    assert "1 round, the weights are those of rank 1" in run("show", "net@1", "--repo", repository.url).stdout
+    assert "121 rounds" in run("show", "net@2", "--repo", repository.url).stdout
+    assert "tournament" not in describe_model(repository, "net@3").entry
+    with pytest.raises(ConfigError, match="tournament is a list"):
+        Execution(tournament=rounds)

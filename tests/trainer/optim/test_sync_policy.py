@@ -17,6 +17,7 @@ def test_rounds_are_every_few_steps_and_in_each_step_of_a_warm_up():
     assert rounds("postlocal:3:5") == [1, 2, 3, 8, 13]
     assert rounds("diloco:4") == rounds("easgd:4:0.9") == rounds("gossip:ring:4") == [4, 8, 12, 16]
     assert rounds("gossip:exponential") == list(range(1, 17))
+    assert rounds("tournament:8:samples=9,perturb=1.2") == [8, 16]
 
 
 def test_a_round_of_a_node_is_no_round_of_all_ranks():
@@ -33,11 +34,19 @@ def test_a_round_of_a_node_is_no_round_of_all_ranks():
      "diloco", "diloco:0", "diloco:4:", "diloco:4:2", "diloco:4:delay=1:alpha=1", "diloco:4:delays=1",
      "diloco:4:delay=1,delay=1", "diloco:4:fragments=3", "diloco:4:fragments=0", "diloco:4:delay=4",
      "diloco:4:delay=-1", "diloco:4:fragments=2,delay=2", "diloco:4:alpha=1.1", "diloco:4:alpha=nan",
-     "diloco:4:codec=signsgd", "diloco:4:codec=", "gossip", "gossip:star", "gossip:ring:0", "gossip:ring:1:1"],
+     "diloco:4:codec=signsgd", "diloco:4:codec=", "gossip", "gossip:star", "gossip:ring:0", "gossip:ring:1:1",
+     "tournament", "tournament:0", "tournament:8:256", "tournament:8:samples=0", "tournament:8:perturb=0.9",
+     "tournament:8:perturb=inf", "tournament:8:codec=int8", "tournament:8:samples=1:perturb=2"],
 )  # fmt: skip
 def test_another_form_is_refused_with_those_that_there_are(text):
-    with pytest.raises(ValueError, match=r"sync is .*; expected local:STEPS, .*gossip:exponential"):
+    with pytest.raises(ValueError, match=r"sync is .*; expected local:STEPS, .*gossip:exponential.*tournament:STEPS"):
         parse_sync(text)
+
+
+def test_a_tournament_has_a_number_of_samples_and_no_perturbation_unless_given():
+    policy, given = parse_sync("tournament:8"), parse_sync("tournament:8:perturb=1.2,samples=9")
+    assert (policy.samples, policy.perturb, given.samples, given.perturb) == (256, 1.0, 9, 1.2)
+    assert not policy.gives_equal_weights
 
 
 def test_fragments_take_turns_and_each_has_a_round_once_in_its_steps():

@@ -50,6 +50,7 @@ def test_the_entry_has_the_exchange_of_heads():
         ("easgd:4:0.9", ("easgd:4:0.9", 4, "center", "bounded", "all-reduce")),
         ("diloco:32", ("diloco:32", 32, "nesterov", "bounded", "all-reduce")),
         ("gossip:ring", ("gossip:ring", 1, "", "bounded", "all-to-all")),
+        ("tournament:8", ("tournament:8", 8, "", "bounded", "all-gather, all-to-all")),
         ("hierarchical:2,8", ("hierarchical:2,8", 8, "", "bounded", "all-reduce")),
         (
             "diloco:16:fragments=4,codec=int8",

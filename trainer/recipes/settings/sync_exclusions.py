@@ -43,7 +43,7 @@ EXCLUSIONS: Final = (
         "leave out --layout",
     ),
     Exclusion(
-        "--elastic with hierarchical, easgd, gossip, fragments or alpha",
+        "--elastic with hierarchical, easgd, gossip, tournament, fragments or alpha",
         lambda config: config.elastic and not _is_elastic(parse_sync(config.sync)),
         "after the loss of a rank the others continue from a round that gave all the same weights, and the rounds of "
         "`hierarchical` need nodes of equal sizes",

@@ -11,7 +11,7 @@ WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
 # By option of the table, the words that set it.
 EXCLUDED = {
     "--layout with other axes than data": ("--layout", "data=2,shard=2"),
-    "--elastic with hierarchical, easgd, gossip, fragments or alpha": ("--elastic",),
+    "--elastic with hierarchical, easgd, gossip, tournament, fragments or alpha": ("--elastic",),
     "--op adasum": ("--op", "adasum"),
     "--compression": ("--compression", "bf16"),
     "--bucket": ("--bucket", "auto"),
@@ -44,7 +44,7 @@ def test_each_exclusion_is_refused_with_what_to_do_and_only_with_averaged_weight
 @pytest.mark.parametrize("sync", ["local:8", "postlocal:4:8", "diloco:8:delay=2,codec=int8"])
 def test_an_elastic_run_averages_in_rounds_after_which_all_ranks_have_equal_weights(sync):
     assert config_of("--sync", sync, "--elastic").elastic
-    for other in ("hierarchical:2,8", "diloco:8:fragments=2", "diloco:8:alpha=0.5"):
+    for other in ("hierarchical:2,8", "tournament:8", "diloco:8:fragments=2", "diloco:8:alpha=0.5"):
         with pytest.raises(ConfigError, match="does not go with --elastic with"):
             config_of("--sync", other, "--elastic")
 

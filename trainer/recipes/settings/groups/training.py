@@ -25,7 +25,7 @@ TEXT_MODEL: Final = "gpt"
 _COMPRESSIONS: Final = "{none,fp16,bf16,topk:SHARE[:STEPS],dgc:SHARE[:STEPS],powersgd:RANK[:STEPS],quantized:CODEC}"
 _SYNCS: Final = (
     "{bsp,local:STEPS,postlocal:STEPS:STEPS,hierarchical:STEPS,STEPS,easgd:STEPS:BETA,"
-    "diloco:STEPS[:OPTIONS],gossip:GRAPH[:STEPS]}"
+    "diloco:STEPS[:OPTIONS],gossip:GRAPH[:STEPS],tournament:STEPS[:OPTIONS]}"
 )
 _PLAIN: Final = ("none", "fp16", "bf16")  # the compressions without a number, which keep nothing between steps
 
@@ -254,7 +254,9 @@ class GradientSettings(SettingGroup):
             rank makes steps of its own, and in rounds the ranks average their weights: "local:8": every 8 steps;
             "postlocal:100:8": in each of the first 100 steps, then every 8; "hierarchical:2,8": every 2 steps those
             of a node, every 8 all; "easgd:8:0.9": elastic averaging; "diloco:32": with an outer optimizer;
-            "gossip:ring", "gossip:exponential": with neighbours. See docs/explanation/waiting.md.
+            "gossip:ring", "gossip:exponential": with neighbours; "tournament:8": every 8 steps the loser of each
+            pair of ranks takes over the winner, "tournament:8:samples=256,perturb=1.2" with learning rates that
+            differ. See docs/explanation/waiting.md.
         bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto": chosen
             from measurements in the first steps; None: 25MiB.
     """
