@@ -65,13 +65,14 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "sign": ("cryptography>=43",),
     "onnx": ("onnx>=1.18", "onnxscript>=0.7"),
     "ray": ("ray[data,train]>=2.50",),
+    "search": ("optuna>=4.9",),
     "ui": ("datasvc[sql]", "jinja2>=3.1"),
     "pandas": ("pandas>=2.2",),
     "plot": ("matplotlib>=3.9",),
     "demo": ("scikit-learn>=1.6",),
     "all": (
         "datasvc[train,gpu,sql,s3,gcs,azure,hub,heic,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",
-        "datasvc[lightning,transformers,torchdata,jax,keras]",
+        "datasvc[lightning,transformers,torchdata,jax,keras,search]",
     ),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }
@@ -102,6 +103,7 @@ PURPOSES: Final[Mapping[str, str]] = {
     "sign": "signatures of model versions",
     "onnx": "`models export --format onnx`",
     "ray": "`ingest --engine ray` over many machines, `datasvc.integrations.ray_data` and other modules for Ray",
+    "search": "searches for settings with Optuna, `examples/search_optuna.py`",
     "ui": "`datasvc ui`, the pages in the browser",
     "pandas": "tables as data frames in notebooks",
     "plot": "plots in notebooks",
