@@ -37,8 +37,9 @@ BY_NAME = {
     "alembic",
     "sqlalchemy",
 }
-# For another CUDA, with the same modules; the images of the demo, which tools/ import; what `onnx` exports with.
-ELSEWHERE = {"nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12", "scikit-learn", "onnx", "onnxscript"}
+# For another CUDA, with the same modules; the images of the demo, which tools/ import; what `onnx` exports with; what
+# examples/ import.
+ELSEWHERE = {"nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12", "scikit-learn", "onnx", "onnxscript", "optuna"}
 # Dependencies of packages that we name: markupsafe of jinja2.
 INDIRECT = {"markupsafe"}
 
