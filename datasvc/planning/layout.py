@@ -1,9 +1,10 @@
 """The plan of a layout: which axes divide the ranks, what each rank holds, and which ranks are its peers. Pure.
 
-A layout has five axes. `data` divides the batches over replicas of the model. `shard` divides the batches too, and
+A layout has six axes. `data` divides the batches over copies of the model. `shard` divides the batches too, and
 each of its ranks stores a part of every parameter. `tensor` divides the layers themselves, `pipeline` the sequence of
 layers, and `context` the tokens of each block. Ranks that differ only in tensor, pipeline or context have the same
-data rank: they read the same batches.
+data rank: they read the same batches. `replica` divides the ranks into replicas that each have all other axes, make
+steps of their own, and average their weights in rounds.
 
 Nothing here imports torch: a layout that cannot work is refused before a process group exists.
 """
@@ -13,17 +14,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from datasvc.errors import ConfigError
 
 # Outermost first: neighbouring ranks, which are on one node, differ in the axis that communicates most.
-AXES: Final = ("pipeline", "data", "shard", "context", "tensor")
+AXES: Final = ("replica", "pipeline", "data", "shard", "context", "tensor")
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 PIPELINE_SCHEDULES: Final = get_args(PipelineSchedule)
 LOST_AFTER_S: Final = 6.0  # of silence, until a rank is asked whether it runs; see `lost_ranks`
-_SHOWN_ORDER: Final = ("data", "shard", "tensor", "pipeline", "context")
+_SHOWN_ORDER: Final = ("replica", "data", "shard", "tensor", "pipeline", "context")
 _MAX_CHOICES: Final = 8  # sizes that an error message lists
 
 
@@ -32,11 +33,13 @@ class Layout:
     """Number of parts into which each axis divides the ranks; their product is the number of ranks.
 
     Attributes:
-        data: replicas of the model, each with its own batches.
+        data: copies of the model, each with its own batches; their gradients are summed in every step.
         shard: ranks that store one replica together and have their own batches (ZeRO, FSDP).
         tensor: ranks that compute each layer together (Megatron).
         pipeline: ranks that compute successive layers (GPipe).
         context: ranks that compute successive tokens of each block.
+        replica: groups of ranks with steps of their own, which average their weights in rounds; each has all of the
+            other axes.
 
     Raises:
         ConfigError: a size is below 1.
@@ -47,6 +50,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    replica: int = 1
 
     def __post_init__(self) -> None:
         for axis in _SHOWN_ORDER:
@@ -71,6 +75,11 @@ class Layout:
     @property
     def num_data_ranks(self) -> int:
         """Number of ranks that read different batches."""
+        return self.replica * self.replica_data_ranks
+
+    @property
+    def replica_data_ranks(self) -> int:
+        """Number of ranks of one replica that read different batches."""
         return self.data * self.shard
 
     @property
@@ -82,6 +91,10 @@ class Layout:
     def is_data_only(self) -> bool:
         """Whether every rank holds the whole model, so that the gradients are all that the ranks exchange."""
         return self.size == self.data
+
+    def without_replica(self) -> Layout:
+        """Return the layout with the axis `replica` as a factor of `data`."""
+        return replace(self, data=self.replica * self.data, replica=1)
 
 
 @dataclass(frozen=True)
@@ -194,7 +207,8 @@ def plan_layout(layout: Layout) -> LayoutPlan:
             axis: tuple(rank_of[(*place[:i], index, *place[i + 1 :])] for index in range(shape[i]))
             for i, axis in enumerate(AXES)
         }
-        data_rank = coordinates["data"] * layout.shard + coordinates["shard"]
+        data_rank = coordinates["replica"] * layout.data + coordinates["data"]
+        data_rank = data_rank * layout.shard + coordinates["shard"]
         ranks.append(RankLayout(rank, coordinates, data_rank, peers))
     return LayoutPlan(layout, shape, tuple(ranks))
 
@@ -234,9 +248,10 @@ def check_layout(
 def check_batch(layout: Layout, global_batch: int) -> None:
     """Raise ConfigError, with the sizes that would do, if the data ranks cannot divide `global_batch` evenly."""
     if global_batch % layout.num_data_ranks:
+        axes = "data x shard" if layout.replica == 1 else "replica x data x shard"
         raise ConfigError(
-            f"layout {layout} divides the batches over {layout.num_data_ranks} data ranks (data x shard), and the "
-            f"global batch of {global_batch} cannot be divided evenly among them; data x shard may be "
+            f"layout {layout} divides the batches over {layout.num_data_ranks} data ranks ({axes}), and the "
+            f"global batch of {global_batch} cannot be divided evenly among them; {axes} may be "
             f"{_list_divisors(global_batch)}, or use a global batch that is a multiple of {layout.num_data_ranks}"
         )
 

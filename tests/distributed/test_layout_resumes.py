@@ -161,7 +161,7 @@ def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url, tmp_pat
     )
 
     execution = models.describe("pipeline").entry["execution"]
-    assert execution["layout"] == {"data": 1, "shard": 2, "tensor": 1, "pipeline": 2, "context": 1}
+    assert execution["layout"] == {"replica": 1, "data": 1, "shard": 2, "tensor": 1, "pipeline": 2, "context": 1}
     assert execution["parallelism"] == "hybrid"
     found = models.find("execution.layout.tensor = 2 and execution.consistency = 'synchronous'")
     assert {version.name for version in found} >= {"tensor", "context", "hybrid-then-tensor"}

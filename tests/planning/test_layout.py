@@ -21,7 +21,9 @@ from datasvc.planning.layout import (
 from tests.examples import examples
 
 SIZES = st.integers(1, 3)
-LAYOUTS = st.builds(Layout, data=SIZES, shard=SIZES, tensor=SIZES, pipeline=SIZES, context=SIZES)
+LAYOUTS = st.builds(
+    Layout, data=SIZES, shard=SIZES, tensor=SIZES, pipeline=SIZES, context=SIZES, replica=st.integers(1, 2)
+)
 GPT = ModelSizes(layers=6, heads=6, width=384, block=1024, splits_tokens=True)
 
 
@@ -37,6 +39,7 @@ def test_the_text_of_a_layout_gives_the_layout_back(layout):
         ("shard=2,tensor=2", 8, Layout(data=2, shard=2, tensor=2)),
         ("tensor=4", 4, Layout(tensor=4)),
         (" pipeline = 2 , data=1", 2, Layout(pipeline=2)),
+        ("replica=2,shard=2", 8, Layout(replica=2, data=2, shard=2)),
         ("data=1", 1, Layout()),
     ],
 )
@@ -70,17 +73,29 @@ def test_each_data_rank_has_equally_many_ranks_and_one_first_copy(layout):
 
 def test_ranks_are_numbered_as_in_a_mesh_with_tensor_inside():
     plan = plan_layout(Layout(data=2, tensor=2, pipeline=2))
-    assert plan.shape == (2, 2, 1, 1, 2)
-    assert plan.ranks[5].coordinates == {"pipeline": 1, "data": 0, "shard": 0, "context": 0, "tensor": 1}
+    assert plan.shape == (1, 2, 2, 1, 1, 2)
+    place = {"replica": 0, "pipeline": 1, "data": 0, "shard": 0, "context": 0, "tensor": 1}
+    assert plan.ranks[5].coordinates == place
     assert plan.ranks[5].peers["pipeline"] == (1, 5)
     assert plan.ranks[5].peers["tensor"] == (4, 5)
     assert [rank.data_rank for rank in plan.ranks] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_a_replica_has_consecutive_ranks_and_data_ranks_of_its_own():
+    layout = Layout(replica=2, pipeline=2, shard=2)
+    assert str(layout) == "replica=2,shard=2,pipeline=2"
+    plan = plan_layout(layout)
+    assert plan.ranks[5].peers["replica"] == (1, 5)
+    assert [rank.coordinates["replica"] for rank in plan.ranks] == [0] * 4 + [1] * 4
+    assert [rank.data_rank for rank in plan.ranks] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert (layout.num_data_ranks, layout.replica_data_ranks, layout.num_copies) == (4, 2, 2)
+    assert layout.without_replica() == Layout(data=2, pipeline=2, shard=2)
+
+
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        ("depth=2", 2, "the axes are data, shard, tensor, pipeline, context"),
+        ("depth=2", 2, "the axes are replica, data, shard, tensor, pipeline, context"),
         ("shard", 2, "'shard' is not AXIS=SIZE"),
         ("shard=0", 2, "'shard=0' is not AXIS=SIZE"),
         ("shard=²", 2, "is not AXIS=SIZE"),
@@ -103,6 +118,7 @@ def test_a_text_that_is_no_layout_of_the_ranks_is_refused(text, world_size, mess
     [
         (Layout(shard=4), {"world_size": 2}, "needs 4 ranks, and there are 2; shard may be 1, 2"),
         (Layout(data=2, shard=2), {"global_batch": 6}, "data x shard may be 1, 2, 3, 6"),
+        (Layout(replica=2, shard=2), {"global_batch": 6}, "replica x data x shard may be 1, 2, 3, 6"),
         (Layout(tensor=4), {"sizes": GPT}, "the model has 6; tensor may be 1, 2, 3, 6"),
         (Layout(tensor=2), {"sizes": ModelSizes()}, "no plan for `tensor`"),
         (Layout(pipeline=4), {"sizes": GPT, "micro_batch": 2}, "pipeline may be 1, 2, 3, 6"),
@@ -174,6 +190,7 @@ def test_only_replicas_are_data_only():
     assert Layout(data=4).is_data_only
     assert Layout().is_data_only
     assert not Layout(data=2, shard=2).is_data_only
+    assert not Layout(replica=2, data=2).is_data_only
 
 
 def test_a_layout_is_planned_without_torch():

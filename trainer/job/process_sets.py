@@ -124,6 +124,25 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return new_set
 
 
+def add_process_sets(rank_lists: Iterable[Sequence[int]]) -> ProcessSet:
+    """Add a process set for each list of ranks, and return that of this rank. Sets that exist are used again.
+
+    Every rank of the job calls this with the same lists, in any order; each rank is in one of them.
+    """
+    numbers = {tuple(ranks): number for number, ranks in process_set_table().items()}
+    own = None
+    for ranks in sorted(sorted(each) for each in rank_lists):
+        process_set = ProcessSet(ranks)
+        if tuple(ranks) in numbers:
+            process_set.process_set_id = numbers[tuple(ranks)]
+        else:
+            add_process_set(process_set)
+        if runtime.rank() in ranks:
+            own = process_set
+    assert own is not None, "each rank is in one of the lists"
+    return own
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; it can be added again later. Every rank of the job calls this.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.gradient_bucket import layout_of, pack, unpack
 from datasvc.trainer.job import runtime
-from datasvc.trainer.job.process_sets import ProcessSet, add_process_set, global_process_set, process_set_table
+from datasvc.trainer.job.process_sets import ProcessSet, add_process_sets, global_process_set
 from datasvc.trainer.job.submit import submit_allreduce, submit_alltoall
 from datasvc.trainer.optim.adasum_optimizer import wrap_optimizer
 from datasvc.trainer.optim.broadcast_state import allgather_object
@@ -28,7 +28,13 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
 def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
-    optimizer: Opt, sync: str, *, judge: Judge | None = None, buffers: Iterable[Tensor] = (), seed: int = 0
+    optimizer: Opt,
+    sync: str,
+    *,
+    judge: Judge | None = None,
+    buffers: Iterable[Tensor] = (),
+    seed: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> Opt:
     """Return the optimizer with steps of its own on each rank, and rounds in which the ranks average their weights.
 
@@ -42,6 +48,9 @@ def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
     Ranks in different rounds get a HorovodInternalError that names both. Without an error they wait for each other
     if, with "hierarchical", one is in a round of its node and one in a round of all, or if one has a codec and one
     has none.
+
+    Several ranks may have one replica of a model together. Then each averages with the ranks that have the same parts
+    of the other replicas, its `process_set`. Of a sharded parameter (DTensor) these are the local parts.
 
     Args:
         optimizer: an optimizer of torch, not one of `DistributedOptimizer`.
@@ -60,11 +69,13 @@ def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
             on all ranks. It must leave weights, gradients and random generators as they are.
         buffers: of a tournament, tensors that a loser takes over too, such as `model.buffers()`.
         seed: of a tournament, the seed of pairs and rates, equal on all ranks.
+        process_set: ranks that average with this one, which all have tensors of the same shapes; not of a tournament.
 
     Raises:
-        ValueError: `sync` has another form, or is a tournament without `judge`; the trainer is not initialized; the
-            optimizer is one of `DistributedOptimizer` or of this function; there are fewer parameters than fragments;
-            or with "hierarchical", nodes have unequal numbers of ranks.
+        ValueError: `sync` has another form, or is a tournament without `judge` or with a process set; the trainer is
+            not initialized; the optimizer is one of `DistributedOptimizer` or of this function; this rank is not in
+            the set; there are fewer parameters than fragments; or with "hierarchical", nodes have unequal numbers of
+            ranks of a set.
     """
     policy = parse_sync(sync)
     if (policy.kind == "tournament") != (judge is not None):
@@ -80,9 +91,12 @@ def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
         raise ValueError("this optimizer combines gradients already; give Averaging the optimizer of torch")
     if hasattr(optimizer, "sync_policy"):
         raise ValueError("this optimizer averages weights already; give Averaging the optimizer of torch")
+    process_set.rank()  # raises
+    if judge is not None and process_set is not global_process_set:
+        raise ValueError(f"sync is {sync!r}, a tournament, which all ranks play; leave out process_set=")
     wrapped: _AveragingOptimizer = wrap_optimizer(optimizer, _AveragingOptimizer)
-    cut_fragments([weight.numel() for weight in _weights_of(wrapped)], policy.fragments)  # may raise
-    wrapped.set_up(policy, sync)
+    _cut_fragments(wrapped, policy)  # may raise
+    wrapped.set_up(policy, sync, process_set)
     if judge is not None:
         wrapped.tournament = Tournament(policy, judge, buffers, seed, f"tournament.{next_number('tournament')}")
     return cast("Opt", wrapped)  # an instance of a subclass of its class
@@ -93,15 +107,16 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     tournament: Tournament | None = None
 
-    def set_up(self, policy: SyncPolicy, sync: str) -> None:
+    def set_up(self, policy: SyncPolicy, sync: str, process_set: ProcessSet) -> None:
         """Initialize the added attributes. Every rank calls this, in the same order."""
         self.sync_policy = policy
         self._sync = sync
+        self._set = process_set
         self.num_steps = 0
         self._name = f"averaging.{next_number('averaging')}"
         self._outer: OuterOptimizer | None = None
         self._outer_parameters: list[Tensor] = []  # those that `_outer` has weights of
-        self._node = _node_set() if policy.kind == "hierarchical" else global_process_set
+        self._node = _node_set(process_set) if policy.kind == "hierarchical" else process_set
 
     @property
     def is_averaged(self) -> bool:
@@ -147,7 +162,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         """Make a local step, then the round that is due after it."""
         weights = _weights_of(self)
         if self._outer is None and self.sync_policy.kind in ("easgd", "diloco"):
-            self._outer = OuterOptimizer(weights, self.sync_policy, self._name)
+            self._outer = self._new_outer()
             self._outer_parameters = _averaged_parameters(self)
         if self._outer is not None:
             self._check_parameters()
@@ -205,7 +220,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
                 f"the state is from the middle of a round of sync {averaging['sync']!r}: continue with that, or load "
                 f"a state from the end of a round to continue with {self._sync!r}"
             )
-        outer = OuterOptimizer(_weights_of(self), self.sync_policy, self._name)
+        outer = self._new_outer()
         outer.load_state_dict(averaging["outer"])
         return outer
 
@@ -228,21 +243,25 @@ class _AveragingOptimizer(torch.optim.Optimizer):
                 "optimizer of torch again"
             )
 
+    def _new_outer(self) -> OuterOptimizer:
+        fragments = _cut_fragments(self, self.sync_policy)
+        return OuterOptimizer(_weights_of(self), self.sync_policy, self._name, fragments, self._set)
+
     def _average(self, weights: list[Tensor]) -> None:
         if self.tournament is not None:
             self.tournament.play(self.num_steps, self, weights, self._round_text())
         elif self.sync_policy.kind == "gossip":
             self._mix(weights)
         elif self._outer is None:
-            self._replace_by_mean(weights, global_process_set)
+            self._replace_by_mean(weights, self._set)
         else:
             self._pull(weights, self._outer.weights)
 
     def _pull(self, weights: list[Tensor], center: list[Tensor]) -> None:
         """Move the weights by beta / ranks of their difference to the center, and the center by beta of the mean."""
         differences = [weight - middle for weight, middle in zip(weights, center, strict=True)]
-        torch._foreach_sub_(weights, differences, alpha=self.sync_policy.beta / runtime.size())
-        self._replace_by_mean(differences, global_process_set)
+        torch._foreach_sub_(weights, differences, alpha=self.sync_policy.beta / self._set.size())
+        self._replace_by_mean(differences, self._set)
         torch._foreach_add_(center, differences, alpha=self.sync_policy.beta)
 
     def _replace_by_mean(self, tensors: list[Tensor], process_set: ProcessSet) -> None:
@@ -261,14 +280,19 @@ class _AveragingOptimizer(torch.optim.Optimizer):
             unpack(flat, parts)
 
     def _mix(self, weights: list[Tensor]) -> None:
-        policy, size = self.sync_policy, runtime.size()
-        to = neighbours(policy.graph, size, runtime.rank(), self.num_steps // policy.steps - 1)
+        policy, size = self.sync_policy, self._set.size()
+        to = neighbours(policy.graph, size, self._set.rank(), self.num_steps // policy.steps - 1)
         splits = [int(rank in to) for rank in range(size)]
         for parts in _group(weights):
             flat = pack(parts)
             copies = flat.expand(len(to), -1).contiguous()
             handle = submit_alltoall(
-                copies, splits, name=f"{self._name}.mix", layout=layout_of(parts), round=self._round_text()
+                copies,
+                splits,
+                name=f"{self._name}.mix",
+                process_set=self._set,
+                layout=layout_of(parts),
+                round=self._round_text(),
             )
             received = cast("Tensor", handle.wait())
             unpack((flat + received.sum(0)) / (len(received) + 1), parts)
@@ -278,33 +302,35 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
 
 def _weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the weights that are averaged."""
-    return _averaged_parameters(optimizer)
+    """Return what this rank has of the parameters that are averaged, as views without gradient."""
+    weights: list[Any] = [parameter.detach() for parameter in _averaged_parameters(optimizer)]
+    # Only a DTensor has this method. Its class is not imported, because that takes longer than all of this package.
+    return [weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights]
 
 
 def _averaged_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 
+def _cut_fragments(optimizer: torch.optim.Optimizer, policy: SyncPolicy) -> list[range]:
+    # By the sizes of whole parameters: those of the local parts differ between the ranks of a replica.
+    return cut_fragments([parameter.numel() for parameter in _averaged_parameters(optimizer)], policy.fragments)
+
+
 def _group(tensors: list[Tensor]) -> list[list[Tensor]]:
     return [list(group.values()) for group in group_alike(dict(enumerate(tensors)))]
 
 
-def _node_set() -> ProcessSet:
-    """Return the process set of the ranks of this node. Raises ValueError: nodes have unequal numbers of ranks."""
-    nodes: dict[int, list[int]] = {}
-    for rank, node in enumerate(allgather_object(runtime.cross_rank())):
-        nodes.setdefault(node, []).append(rank)
-    if not runtime.is_homogeneous():
+def _node_set(process_set: ProcessSet) -> ProcessSet:
+    """Return the process set of the ranks of a set that are on this node. Every rank calls this, with its set.
+
+    Raises:
+        ValueError: nodes have unequal numbers of ranks of a set.
+    """
+    nodes: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for rank, (members, node) in enumerate(allgather_object((process_set.ranks, runtime.cross_rank()))):
+        nodes.setdefault((tuple(members), node), []).append(rank)
+    sizes = {(members, len(ranks)) for (members, _), ranks in nodes.items()}
+    if len(sizes) > len({members for members, _ in sizes}):
         raise ValueError('sync "hierarchical" needs nodes with equal numbers of ranks; use "local"')
-    # Every rank adds the sets of all nodes. Those of an earlier optimizer, or the global one, are used again.
-    numbers = {tuple(ranks): number for number, ranks in process_set_table().items()}
-    for node, ranks in sorted(nodes.items()):
-        node_set = ProcessSet(ranks)
-        if tuple(ranks) in numbers:
-            node_set.process_set_id = numbers[tuple(ranks)]
-        else:
-            add_process_set(node_set)
-        if node == runtime.cross_rank():
-            own = node_set
-    return own
+    return add_process_sets(nodes.values())

@@ -11,7 +11,7 @@ taken without a message to other ranks, and a rank that loads it sends the same 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from datasvc.trainer.gradients.compression_with_memory import Memory, copy_memor
 from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, GradientReduction
 from datasvc.trainer.gradients.quantized import Quantized
 from datasvc.trainer.job import runtime
-from datasvc.trainer.optim.sync_policy import SyncPolicy, cut_fragments
+from datasvc.trainer.job.process_sets import ProcessSet
+from datasvc.trainer.optim.sync_policy import SyncPolicy
 
 # As in the paper.
 _RATE, _MOMENTUM = 0.7, 0.9
@@ -35,17 +36,23 @@ class OuterOptimizer:
         weights: weights to copy, in 32 bits if they have 16; each call gets those of the same parameters, in the
             same order.
         policy: when rounds start and end.
-        name: name of the operations, the same on every rank.
+        name: name of the operations, the same on every rank of the set.
+        fragments: positions of the weights of each fragment, see `cut_fragments`.
+        process_set: ranks that average.
 
     Attributes:
         has_changed_weights: whether the last round changed the weights. One without changes to send does not: they
             were lost with another number of ranks.
-
-    Raises:
-        ValueError: there are more fragments than weights.
     """
 
-    def __init__(self, weights: list[Tensor], policy: SyncPolicy, name: str) -> None:
+    def __init__(
+        self,
+        weights: list[Tensor],
+        policy: SyncPolicy,
+        name: str,
+        fragments: Sequence[range],
+        process_set: ProcessSet,
+    ) -> None:
         # In 16 bits, changes below half of the last bit would be lost in every round.
         self.weights = [
             weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True).requires_grad_()
@@ -53,7 +60,8 @@ class OuterOptimizer:
         ]
         self._policy = policy
         self._name = name
-        self._fragments = cut_fragments([weight.numel() for weight in weights], policy.fragments)
+        self._fragments = fragments
+        self._set = process_set
         self._optimizer = torch.optim.SGD(self.weights, lr=_RATE, momentum=_MOMENTUM, nesterov=True)
         self._memory: Memory = {}  # of the codec
         # Of the round in progress: what this rank sends, by position, and the messages, which a loaded state lacks.
@@ -89,7 +97,7 @@ class OuterOptimizer:
         policy = self._policy
         # Without the numbers of steps: each rank may make steps of its own number in a round.
         text = f"round {policy.last_round(step)} of diloco, fragments={policy.fragments}, codec={policy.codec}"
-        reduction = GradientReduction(round=text)
+        reduction = GradientReduction(round=text, process_set=self._set)
         for position, change in self._changes.items():
             self.weights[position].grad = change
         groups = group_alike({position: self.weights[position] for position in self._changes})

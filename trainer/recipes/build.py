@@ -21,7 +21,7 @@ from datasvc.trainer.recipes.layouts.divided_model import (
     read_sizes,
     sizes_of,
 )
-from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer, ZeroOptimizer
+from datasvc.trainer.recipes.layouts.optimizer import AveragingLayoutOptimizer, LayoutOptimizer, ZeroOptimizer
 from datasvc.trainer.recipes.layouts.shard import recompute_activations
 from datasvc.trainer.recipes.optimizers.foreach_optimizer import LAMB, LARS, RMSpropSGD
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
@@ -194,11 +194,13 @@ def build_combining_optimizer(
     """
     if not config.averages_weights:
         return build_distributed_optimizer(config, model, num_passes=num_passes)
+    buffers = batch_statistics(model).values()
+    return _average(build_optimizer(config, model), config, judge=judge, buffers=buffers, seed=config.seed)
+
+
+def _average(optimizer: torch.optim.Optimizer, config: TrainConfig, **options: Any) -> torch.optim.Optimizer:
     try:
-        buffers = batch_statistics(model).values()
-        return hvd.Averaging(
-            build_optimizer(config, model), config.sync, judge=judge, buffers=buffers, seed=config.seed
-        )
+        return hvd.Averaging(optimizer, config.sync, **options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -231,7 +233,10 @@ def build_compression(config: TrainConfig) -> Any:
 
 
 def build_layout_optimizer(config: TrainConfig, divided: DividedModel) -> LayoutOptimizer:
-    """Return the run's optimizer of the parameters that this rank has. Gradients are summed in the backward pass."""
+    """Return the run's optimizer of the parameters that this rank has. Gradients are summed in the backward pass.
+
+    Every rank must call this. Raises ConfigError: see `build_combining_optimizer`.
+    """
     parameters = dict(divided.model.named_parameters())
     groups = [
         {**group, "params": [parameters[name] for name in group["params"] if name in parameters]}
@@ -240,7 +245,11 @@ def build_layout_optimizer(config: TrainConfig, divided: DividedModel) -> Layout
     # A foreach kernel needs tensors of one mesh; the layers that `tensor` divides have another one than the rest.
     foreach = False if divided.layout.tensor > 1 else None
     optimizer = build_optimizer(config, divided.model, groups=groups, foreach=foreach)
-    return LayoutOptimizer(optimizer, divided.model, [list(group["params"]) for group in divided.parameter_groups])
+    names = [list(group["params"]) for group in divided.parameter_groups]
+    if divided.place_set is None:
+        return LayoutOptimizer(optimizer, divided.model, names)
+    optimizer = _average(optimizer, config, process_set=divided.place_set)
+    return AveragingLayoutOptimizer(optimizer, divided.model, names)
 
 
 def build_zero_optimizer(config: TrainConfig, model: nn.Module, layout: Layout, *, num_passes: int) -> ZeroOptimizer:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import datasvc.trainer as hvd
 from datasvc.api import DataRepository
@@ -36,6 +38,7 @@ from datasvc.repository import Resolved
 from datasvc.trainer.optim.sync_policy import parse_sync
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
+from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.mean_weights import compute_mean_weights, own_weights
 from datasvc.trainer.recipes.model_check import MODEL_SIZES, check_sizes, describe_misfit, describe_whole_model
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
@@ -157,9 +160,9 @@ def _take_rank_state(run: Run, optimizer: dict[str, Any], *, keeps_weights: bool
         rank_state["batch_statistics"] = batch_statistics(run.model)
     if run.config.makes_own_steps and hvd.size() > 1:
         # Each rank makes its steps with its own gradients, so its moments are its own too.
-        rank_state["optimizer"] = optimizer["state"]
+        rank_state["optimizer"] = tree_map_only(torch.Tensor, to_local, optimizer["state"])
     if keeps_weights:
-        rank_state["weights"] = own_weights(run)
+        rank_state["weights"] = {name: to_local(weight) for name, weight in own_weights(run).items()}
     if run.config.averages_weights:
         # Outer weights are equal on all ranks, and stored once; what a rank has sent of a round is its own.
         rank_state["averaging"] = optimizer.pop("averaging")
@@ -251,6 +254,9 @@ def plan_restore(run: Run, stored: StoredVersion) -> dict[str, Any] | None:
         if record.name.startswith(prefix)
     }
     into: dict[str, Any] = dict.fromkeys(_RESTORED_WHOLE)
+    if any(record.name.startswith("rank_state.") for record in records):
+        # Those of all ranks have the weights and moments of all replicas.
+        into["rank_state"] = {hvd.rank() if _has_same_ranks(run, stored.entry) else 0: None}
     into["model"] = dict(run.model.state_dict())
     into["optimizer"] = {"state": run.optimizer.make_state(moments), "param_groups": None}
     if run.average is not None and any(record.name.startswith("ema.averages.") for record in records):
@@ -298,9 +304,12 @@ def describe_execution(
     # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
     is_zero_1 = zero == 1
     is_sharded = layout.shard * layout.context > 1 and not is_zero_1
+    policy = None if sync == "bsp" else parse_sync(sync)
+    # Without the axis `replica`, each rank of `data` is a replica with steps of its own.
+    data = 1 if policy is not None and layout.replica == 1 else layout.data
     communication = {
         # Stages of a pipeline sum the loss, the norm of the gradient, and the gradients of tied weights.
-        "all-reduce": layout.data > 1 or layout.tensor > 1 or layout.pipeline > 1 or is_zero_1,
+        "all-reduce": data > 1 or layout.tensor > 1 or layout.pipeline > 1 or is_zero_1,
         "reduce-scatter": is_sharded,
         "all-gather": is_sharded,
         "all-to-all": exchanges_heads,
@@ -312,18 +321,16 @@ def describe_execution(
     parallelism: Parallelism = "hybrid"
     if not (divides_model and divides_data):
         parallelism = "model" if divides_model else "data" if divides_data else "none"
-    policy = None if sync == "bsp" else parse_sync(sync)
-    if policy is not None and policy.kind == "gossip":
-        communication = {"all-to-all": divides_data}
-    elif policy is not None and policy.kind == "tournament":
-        communication = {"all-gather": divides_data, "all-to-all": divides_data}
-    elif policy is not None and policy.codec is not None:
-        communication = {"all-to-all": divides_data, "all-gather": divides_data}
+    used = [name for name, is_used in communication.items() if is_used]
+    if policy is not None and divides_data:
+        rounds = ["all-to-all", "all-gather"] if policy.codec is not None else ["all-reduce"]
+        rounds = {"gossip": ["all-to-all"], "tournament": ["all-gather", "all-to-all"]}.get(policy.kind, rounds)
+        used = list(dict.fromkeys([*rounds, *used]))
     return Execution(
         layout={axis: layout.size_of(axis) for axis in AXES},
         parallelism=parallelism,
         consistency="synchronous" if policy is None else "bounded",
-        communication=", ".join(name for name, is_used in communication.items() if is_used),
+        communication=", ".join(used),
         sync=sync,
         sync_steps=1 if policy is None else policy.steps,
         outer_optimizer="" if policy is None else _OUTER_OPTIMIZERS.get(policy.kind, ""),
@@ -350,9 +357,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"{message}\nuse the same model, or {_OTHER_RUN}") from error
     # Checkpoints of earlier releases have no `rank_state`, only the random state of each rank.
     rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
-    # Ranks of the axis `tensor` must go on to draw equal numbers, so a state of another size of it serves no rank.
-    saved_layout = (checkpoint.entry.get("execution") or {}).get("layout") or {}
-    has_same_ranks = len(rank_states) == hvd.size() and saved_layout.get("tensor", 1) == run.layout.tensor
+    # `plan_restore` leaves out the states of other ranks.
+    num_saved = len(rank_states) if isinstance(rank_states, list) else None
+    has_same_ranks = _has_same_ranks(run, checkpoint.entry, num_saved)
     rank_state = rank_states[hvd.rank() if has_same_ranks else 0]
     # The weights of the model are those of this rank, if there was a tournament: its moments belong to them.
     winner = (checkpoint.entry.get("tournament") or {}).get("winner")
@@ -382,6 +389,17 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         # The ranks have changed, so seed again. The step is part of the seed: no random numbers are repeated.
         rank = hvd.rank() // run.layout.tensor
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step))
+
+
+def _has_same_ranks(run: Run, entry: Mapping[str, Any], num_saved: int | None = None) -> bool:
+    """Return whether ranks continue with their own states of a version, saved by `num_saved` (None: not counted)."""
+    saved = _saved_layout(entry)
+    if (math.prod(saved.values()) if num_saved is None else num_saved) != hvd.size():
+        return False
+    # Ranks of the axis `tensor` must go on to draw equal numbers, so a state of another size of it serves no rank.
+    # With replicas, weights and moments in the state are parts of this layout.
+    axes = AXES if max(saved.get("replica", 1), run.layout.replica) > 1 else ("tensor",)
+    return all(saved.get(axis, 1) == run.layout.size_of(axis) for axis in axes)
 
 
 def _check_settings(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
@@ -428,7 +446,7 @@ def _resume_optimizer(
 
     A run with `--sync` continues the round of a checkpoint, each rank with its own weights and moments. At another
     number of ranks, all ranks have the mean weights and the moments of rank 0, or both of the winner of a tournament;
-    with another `--sync`, rounds also begin again.
+    with another `--sync`, rounds also begin again. So they do if a replica has several ranks, at any other layout.
     """
     optimizer = {**state["optimizer"]}
     averaging = rank_state.get("averaging", {})
@@ -440,9 +458,12 @@ def _resume_optimizer(
     )
     if continues_rounds and has_same_ranks:
         optimizer["averaging"] = averaging
-        # Not strict: these are the trainable weights, if they differed; `resume` has loaded their means.
-        run.model.load_state_dict(rank_state.get("weights", {}), strict=False)
-    elif continues_rounds:
+        # These are the trainable weights, if they differed; `resume` has loaded their means.
+        own = rank_state.get("weights", {})
+        for name, weight in run.model.named_parameters():
+            if name in own:
+                to_local(weight.detach()).copy_(own[name])
+    elif continues_rounds and run.divided is None and _saved_layout(checkpoint.entry).get("replica", 1) == 1:
         # Without what rank 0 has sent of a round: the other ranks of that round may be gone.
         outer = averaging["outer"]
         optimizer["averaging"] = {**averaging, "outer": outer and {**outer, "changes": {}}}
@@ -458,6 +479,10 @@ def _resume_optimizer(
     except ValueError as error:
         raise ConfigError(f"{checkpoint.version} does not fit this run's optimizer: {error}") from error
     load_loss_scale(run.loss_scale, state.get("loss_scale") or {})
+
+
+def _saved_layout(entry: Mapping[str, Any]) -> Mapping[str, int]:
+    return (entry.get("execution") or {}).get("layout") or {}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

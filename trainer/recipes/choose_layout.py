@@ -21,10 +21,17 @@ from datasvc.trainer.recipes.training_data import choose_task, open_data, resolv
 def read_layout(config: TrainConfig, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks, without a check of the model and of other settings.
 
+    It has the axis `replica` only if replicas of several ranks average their weights. Replicas that sum gradients in
+    every step are ranks of `data`, and so are replicas of one rank, with or without `sync`.
+
     Raises:
         ConfigError: the sizes of the layout do not multiply to `world_size`.
     """
-    return Layout(data=world_size) if config.layout is None else parse_layout(config.layout, world_size)
+    if config.layout is None:
+        return Layout(data=world_size)
+    layout = parse_layout(config.layout, world_size)
+    has_replicas = config.averages_weights and layout.replica < layout.size
+    return layout if has_replicas else layout.without_replica()
 
 
 def read_block_tokens(config: TrainConfig, world_size: int) -> int | None:

@@ -1,6 +1,7 @@
-"""The weights that a run with `--sync` evaluates and saves as its model: the mean, or those of the best rank.
+"""The weights that a run with `--sync` evaluates and saves as its model: the mean, or those of the best replica.
 
-Between two rounds, the weights of the ranks differ. Invariant: nothing here changes the training.
+Between two rounds, the weights of the replicas differ. A replica is one rank, or several that divide the
+model. Invariant: nothing here changes the training.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import torch
 from torch import Tensor
 
 import datasvc.trainer as hvd
+from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics
 from datasvc.trainer.recipes.update import Learner
 
 
 @torch.no_grad()
 def compute_mean_weights(run: Learner) -> dict[str, Tensor]:
-    """Return copies of the means over the ranks, keyed as in `state_dict()`; {} if the ranks have equal weights.
+    """Return copies of the means over the replicas, keyed as in `state_dict()`; {} if these have equal weights.
 
-    Only trainable weights have a mean, because only these differ. With a tournament, they are the weights of the
-    winner of a comparison of all ranks, and its batch statistics, unless these are recomputed. Every rank must call
-    this.
+    Of a divided model, a rank returns the parts that it has. Only trainable weights have a mean, because only these
+    differ. With a tournament, they are the weights of the winner of a comparison of all ranks, and its batch
+    statistics, unless these are recomputed. Every rank must call this.
     """
     if not run.config.averages_weights or run.optimizer.is_averaged or hvd.size() == 1:
         return {}
@@ -31,7 +33,13 @@ def compute_mean_weights(run: Learner) -> dict[str, Tensor]:
             return _changed_tensors(run)
     weights = {weight: name for name, weight in run.model.named_parameters() if weight.requires_grad}
     means = {weight: weight.detach().clone() for weight in weights}
-    hvd.grouped_allreduce_(list(means.values()), name="mean_weights", op=hvd.Average)
+    place_set = run.divided.place_set if run.divided is not None else None
+    hvd.grouped_allreduce_(
+        [to_local(mean) for mean in means.values()],
+        name="mean_weights",
+        op=hvd.Average,
+        process_set=place_set or hvd.global_process_set,
+    )
     # Tied weights have several names.
     named = run.model.named_parameters(remove_duplicate=False)
     return {name: means[weight] for name, weight in named if weight in means}
@@ -46,6 +54,8 @@ def using_mean_weights(run: Learner) -> Iterator[None]:
     try:
         yield
     finally:
+        if run.divided is not None:
+            run.divided.reshard()
         run.model.load_state_dict(own, strict=False)
 
 

@@ -58,6 +58,11 @@ class Learner:
     model_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     shares_loss: bool = field(default=False, kw_only=True)
 
+    @property
+    def steps_alone(self) -> bool:
+        """Whether each rank makes steps with its own gradients alone, as a replica of several ranks does not."""
+        return self.config.makes_own_steps and self.divided is None
+
 
 def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     """Take one optimizer step with the batches of all ranks; return the mean loss, detached.
@@ -65,7 +70,7 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     Every rank must call this, with a batch of its loader. `mark` is called at the end of each part: "transfer",
     "targets", "forward", "backward", "all-reduce", "update". The loss is the mean over the targets of all ranks if
     `run.shares_loss`, else that of this rank's batch. If the run masks all samples of all ranks, the step changes
-    nothing, and the loss is 0. If ranks average weights, a rank without targets makes no step of its own.
+    nothing, and the loss is 0. If replicas average weights, one without targets makes no step of its own.
 
     Raises:
         HorovodInternalError: a rank is lost. With a divided model, it may be another error of a connection, see
@@ -81,12 +86,13 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
         # Not even with a gradient of 0: momentum and weight decay would move the weights all the same.
         return torch.zeros((), device=run.device)
     # A rank with steps of its own follows the mean over its own targets.
-    num_divided_by = max(num_targets if run.config.makes_own_steps else num_of_all, 1)  # 0 if all are padding
+    num_of_step = num_targets if run.steps_alone else num_of_all
+    num_divided_by = max(num_of_step, 1)  # 0 if all are padding
     if run.divided is None:
         total = _accumulate(run, examples, num_divided_by, mark)
     else:
         total = _accumulate_divided(run, run.divided, examples, num_divided_by, mark)
-    if run.config.averages_weights and num_targets == 0:
+    if run.config.averages_weights and num_of_step == 0:
         # Without gradients, the optimizer changes no weight, but takes part in the round that may be due.
         run.optimizer.zero_grad()
     shared_loss = None
@@ -123,15 +129,16 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
 
 
 def _count_all_targets(run: Learner, num_targets: int, mark: Mark) -> int:
-    """Return the number of targets of a step over all ranks, by which each divides the sum of its losses."""
+    """Return the number of targets of a step over all ranks that make it, by which each divides its loss."""
     # Divide by the number of targets of all ranks and passes, not of this pass (Goyal et al. 2017, remark 3).
     # Ranks that have the same batch count its targets once. Adasum needs the sum only to find a step without targets.
-    # Ranks that average weights never wait here: each makes a step, or none, by its own number.
-    is_own = run.config.averages_weights or (run.config.combines_steps and not run.task.masks_samples)
+    # Replicas that average weights never wait here: each makes a step, or none, by its own number.
+    is_own = run.steps_alone and (run.config.averages_weights or not run.task.masks_samples)
     if not run.task.targets_vary or is_own:
-        return num_targets * run.layout.num_data_ranks
+        return num_targets * run.layout.replica_data_ranks
     count = torch.tensor(num_targets, dtype=torch.int64, device="cpu")
-    total = int(hvd.allreduce(count, name="update.targets", op=hvd.Sum))
+    process_set = hvd.global_process_set if run.divided is None else run.divided.replica_set
+    total = int(hvd.allreduce(count, name="update.targets", op=hvd.Sum, process_set=process_set))
     mark("targets")
     return total // run.layout.num_copies
 

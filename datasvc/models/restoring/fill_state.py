@@ -237,9 +237,13 @@ def _assemble(into: Any, skeleton: Any, path: str, tensors: Mapping[str, Any], p
             "Pass its state_dict(), and give the restored part of the state to its load_state_dict(); `load_into` "
             "fills modules"
         )
-    if path and not _has_tensors(into):  # at the root, only the keys of `into` are restored
-        return unflatten(skeleton, tensors) if skeleton is not _ABSENT and plan.is_selected(path) else into
     children = _children(skeleton)
+    # At the root, only the keys of `into` are restored; of a list, only the elements whose numbers a dict has.
+    is_chosen = (
+        isinstance(into, Mapping) and isinstance(untyped(skeleton), list) and not into.keys() - children.keys()
+    )
+    if path and not _has_tensors(into) and not (is_chosen and into):
+        return unflatten(skeleton, tensors) if skeleton is not _ABSENT and plan.is_selected(path) else into
 
     def assemble_child(key: Any, child: Any) -> Any:
         return _assemble(child, children.get(key, _ABSENT), f"{path}.{key}" if path else str(key), tensors, plan)

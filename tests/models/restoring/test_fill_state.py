@@ -62,6 +62,14 @@ def test_only_what_is_in_the_state_is_read(saved):
     assert restore(saved, "net", into={"step": None}).report.size_bytes == 0
 
 
+def test_a_dict_in_place_of_a_list_reads_only_the_elements_with_its_numbers(repository):
+    states = [{"w": torch.full((number + 1,), float(number))} for number in range(3)]
+    save(repository, "ranks", {"ranks": states}, step=1)
+    found = restore(repository, "ranks", into={"ranks": {1: None}})
+    assert {number: state["w"].tolist() for number, state in found.state["ranks"].items()} == {1: [1.0, 1.0]}
+    assert found.report.size_bytes == 2 * 4
+
+
 def test_names_of_a_flattened_state_find_nested_tensors(saved):
     flat = {"model.w": torch.zeros(4, 3)}
     restore(saved, "net", into=flat)

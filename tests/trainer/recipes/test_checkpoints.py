@@ -33,7 +33,7 @@ def test_the_entry_has_all_axes_and_what_is_divided(layout, zero, size, parallel
     execution = describe_execution(read_layout(config, size), zero=config.zero)
     assert (execution.parallelism, execution.communication) == (parallelism, communication)
     assert (execution.consistency, execution.topology) == ("synchronous", "decentralised")
-    assert execution.layout.keys() == {"data", "shard", "tensor", "pipeline", "context"}
+    assert execution.layout.keys() == {"replica", "data", "shard", "tensor", "pipeline", "context"}
     assert torch.tensor(list(execution.layout.values())).prod() == size
 
 
@@ -61,6 +61,18 @@ def test_the_entry_has_the_exchange_of_heads():
 def test_the_entry_has_who_waits_for_whom(sync, expected):
     made = describe_execution(Layout(data=2), sync=sync)
     assert (made.sync, made.sync_steps, made.outer_optimizer, made.consistency, made.communication) == expected
+
+
+@pytest.mark.parametrize(
+    ("sync", "communication"),
+    [
+        ("local:8", "all-reduce, reduce-scatter, all-gather"),
+        ("gossip:ring", "all-to-all, reduce-scatter, all-gather"),
+    ],
+)
+def test_the_entry_has_rounds_and_what_the_ranks_of_a_replica_exchange(sync, communication):
+    made = describe_execution(Layout(replica=2, shard=2), sync=sync)
+    assert (made.parallelism, made.consistency, made.communication) == ("data", "bounded", communication)
 
 
 def test_a_rank_restores_the_state_of_its_own_parameters():

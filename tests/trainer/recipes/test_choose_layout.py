@@ -39,6 +39,20 @@ def test_without_a_layout_each_rank_has_the_whole_model():
 
 
 @pytest.mark.parametrize(
+    ("text", "sync", "expected"),
+    [
+        ("replica=2,shard=2", "bsp", Layout(data=2, shard=2)),
+        ("replica=2,shard=2", "local:8", Layout(replica=2, shard=2)),
+        ("replica=2", "local:8", Layout(replica=2, data=2)),
+        ("replica=4", "local:8", Layout(data=4)),
+        ("data=4", "local:8", Layout(data=4)),
+    ],
+)
+def test_replicas_of_several_ranks_are_an_axis_only_if_they_average_weights(text, sync, expected):
+    assert choose(4, layout=text, sync=sync) == expected
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {**GPT, "layout": "tensor=2,pipeline=2", "micro_batch": 2},
@@ -117,7 +131,7 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
         ({"layout": "shard=4", "zero": 1, "offload": True}, "with zero 1 they are not divided"),
         ({"layout": "shard=2,tensor=2", "zero": 1}, "axes data and shard only, not with tensor"),
         ({"layout": "shard=4", "pipeline_schedule": "gpipe"}, "it is for the axis pipeline"),
-        ({"layout": "depth=4"}, "the axes are data, shard, tensor, pipeline, context"),
+        ({"layout": "depth=4"}, "the axes are replica, data, shard, tensor, pipeline, context"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would(settings, message):

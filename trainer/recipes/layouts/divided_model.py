@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 import datasvc.trainer as hvd
 from datasvc.planning.layout import Layout, LayoutPlan, ModelSizes, RankLayout, plan_layout, stages_per_rank
 from datasvc.trainer.gradients.bucket_choice import BUCKET_BYTES
+from datasvc.trainer.job.process_sets import ProcessSet, add_process_sets
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters, to_local
 from datasvc.trainer.recipes.layouts.tensor import ContextSplit, FusedHeadsParallel, divide_layers, find_tensor_plan
 
 # Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
 # so the parameters are sharded over both.
-_MESH_AXES: Final = ("pipeline", "data", "shard", "tensor")
+_MESH_AXES: Final = ("replica", "pipeline", "data", "shard", "tensor")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class DividedModel:
         tied_group: ranks of the first and the last stage, if these have the same weights; None: not here.
         tied_name: name of these weights.
         exchanges_heads: whether ranks of the axis `tensor` exchange queries, keys and values.
+        replica_set: ranks that make each step together: all, or those of this replica.
+        place_set: ranks at the same place in each replica, which average their weights; None without replicas.
         parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
     """
 
@@ -70,6 +73,8 @@ class DividedModel:
     tied_group: dist.ProcessGroup | None = None
     tied_name: str | None = None
     exchanges_heads: bool = False
+    replica_set: ProcessSet = hvd.global_process_set
+    place_set: ProcessSet | None = None
     parameter_groups: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -121,17 +126,19 @@ class DividedModel:
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that the norm of the whole model's gradient is at most `max_norm`; return the norm.
 
-        Every rank calls this. The norm is equal on all ranks to the last bit, `float32[]` on the CPU.
+        Every rank calls this. The norm, that of this replica, is equal on its ranks to the last bit, `float32[]` on
+        the CPU.
         """
         weights = self.model.named_parameters()
         gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
-        # Each element counts on one rank, so that one sum over all ranks is the square of the norm.
+        # Each element counts on one rank of a replica, so that one sum over its ranks is the square of the norm.
         counted = [to_local(gradient) for name, gradient in gradients if self._counts(name, gradient)]
         squares = torch.zeros((), dtype=torch.float64, device="cpu")
         if counted:
             # One copy to the host, because each waits for the device.
             squares = torch.stack([torch.linalg.vector_norm(each).double() for each in counted]).square().sum().cpu()
-        norm = hvd.allreduce(squares, name="layout.norm", op=hvd.Sum).sqrt().float()
+        total = hvd.allreduce(squares, name="layout.norm", op=hvd.Sum, process_set=self.replica_set)
+        norm = total.sqrt().float()
         # As torch's `clip_grad_norm_`.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for _, gradient in gradients:
@@ -210,7 +217,10 @@ def apply_layout(
     """
     plan = plan_layout(layout)
     divided = DividedModel(layout, plan.ranks[rank], model, [model])
-    shape = (layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
+    if layout.replica > 1:
+        divided.replica_set = add_process_sets(_ranks_of_replicas(plan))
+        divided.place_set = add_process_sets({each.peers["replica"] for each in plan.ranks})
+    shape = (layout.replica, layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
     divided.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}
     if layout.context > 1:
@@ -234,6 +244,12 @@ def apply_layout(
         if parameter_mesh is not None:
             shard_parameters(module, parameter_mesh, reshard_after_forward=options.zero == 3, offload=options.offload)
     return divided
+
+
+def _ranks_of_replicas(plan: LayoutPlan) -> list[range]:
+    # The axis `replica` is the outermost, so the ranks of a replica are consecutive.
+    size = plan.layout.size // plan.layout.replica
+    return [range(start, start + size) for start in range(0, plan.layout.size, size)]
 
 
 def _choose_parameter_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class LayoutOptimizer:
@@ -99,7 +100,8 @@ class LayoutOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of the state of an optimizer of the whole model, whatever layout has saved it.
 
-        The tensors of `state`, such as those of `make_state`, are not copied.
+        The tensors of `state`, such as those of `make_state`, are not copied. A plain tensor with the shape of this
+        rank's part of a sharded parameter is that part.
 
         Raises:
             ValueError: the state has another number of groups, or of parameters in a group.
@@ -112,9 +114,49 @@ class LayoutOptimizer:
             # JSON has no numbers as keys, so a state from a checkpoint may have strings.
             saved = state["state"].get(number, state["state"].get(str(number)))
             if saved is not None:
-                self._states[parameter] = dict(saved)
+                self._states[parameter] = {name: _as_part(value, parameter) for name, value in saved.items()}
         for group, saved_group in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
+
+
+def _as_part(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a value of the state of a parameter; as a sharded tensor, if it has the shape of the local part."""
+    if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or isinstance(value, DTensor):
+        return value
+    if not value.dim() or value.shape != parameter.to_local().shape:
+        return value
+    part = parameter.to_local()
+    return DTensor.from_local(
+        value.to(part.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class AveragingLayoutOptimizer(LayoutOptimizer):
+    """An optimizer of the parameters of this rank, that averages them with the same parts of other replicas.
+
+    It takes one of `hvd.Averaging`. A state also has "averaging", this rank's part of it.
+    """
+
+    is_averaged = property(attrgetter("_optimizer.is_averaged"))
+    tournament = None  # only ranks with the whole model play one
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the base class, with this rank's part of the averaging."""
+        return {**super().state_dict(), "averaging": self._optimizer.shared_memory()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state; without "averaging", rounds begin. Every rank calls this.
+
+        Raises:
+            ValueError: as in the base class; or the state is from the middle of a round of another `sync`.
+        """
+        super().load_state_dict(state)
+        self._optimizer.adopt_shared_memory(state.get("averaging", {"num_steps": 0, "outer": None}))
 
 
 class ZeroOptimizer(LayoutOptimizer):

@@ -48,8 +48,9 @@ class LayoutSettings(SettingGroup):
 
     Attributes:
         layout: number of ranks along each axis, such as "data=2,shard=2,tensor=2"; the axes are data, shard, tensor,
-            pipeline and context. data may be left out: it follows from the number of ranks. None: all ranks along
-            data, so that each has the whole model.
+            pipeline and context, and replica: groups of ranks that average their weights as `sync` says. data may be
+            left out: it follows from the number of ranks. None: all ranks along data, so that each has the whole
+            model.
         pipeline_schedule: order in which the micro-batches go through the stages of a pipeline: "gpipe", "1f1b",
             "interleaved" or "zbv". The last two give each rank two stages.
         zero: what the axis shard divides: 1: the optimizer state; 2: also gradients; 3: also parameters, which are
@@ -148,7 +149,7 @@ class TrainConfig(
                 "without --nesterov, or --compression topk"
             )
         if self.elastic and self.layout is not None:
-            only_data = parse_sizes(self.layout).keys() == {"data"}
+            only_data = parse_sizes(self.layout).keys() <= {"data", "replica"}
             reason = "has a fixed number of ranks" if only_data else "can lose a part of the model with a rank"
             raise ConfigError(
                 f"layout is {self.layout!r}, which {reason}, and the ranks of an elastic run change. Leave out "

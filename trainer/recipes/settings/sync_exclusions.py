@@ -5,7 +5,7 @@ docs/explanation/waiting.md shows it. The check runs when the settings are creat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,16 +31,52 @@ class Exclusion:
     remedy: str
 
 
+def _lacks_replicas(sizes: Mapping[str, int]) -> bool:
+    return sizes.get("replica", 1) == 1 and bool(sizes.keys() - {"data"})
+
+
+def _divides(config: Any, axis: str) -> bool:
+    return config.layout is not None and parse_sizes(config.layout).get(axis, 1) > 1
+
+
 def _is_elastic(policy: SyncPolicy) -> bool:
     return policy.gives_equal_weights and policy.kind != "hierarchical"
 
 
 EXCLUSIONS: Final = (
     Exclusion(
-        "--layout with other axes than data",
-        lambda config: config.layout is not None and bool(parse_sizes(config.layout).keys() - {"data"}),
-        "a replica is one rank, which has the whole model",
+        "--layout with other axes than data, without replicas",
+        lambda config: config.layout is not None and _lacks_replicas(parse_sizes(config.layout)),
+        "there is no other replica of the model to average with",
+        "add the number of replicas to the layout, such as replica=2",
+    ),
+    Exclusion(
+        "--layout with other axes than data, in a tournament",
+        lambda config: (
+            config.layout is not None
+            and bool(parse_sizes(config.layout).keys() - {"data"})
+            and parse_sync(config.sync).kind == "tournament"
+        ),
+        "a loser takes over a whole model from one rank",
         "leave out --layout",
+    ),
+    Exclusion(
+        "--layout with pipeline",
+        lambda config: _divides(config, "pipeline"),
+        "the first and the last stage can have the same weights, whose sums would be rounded apart",
+        "use tensor, shard or context",
+    ),
+    Exclusion(
+        "--layout with tensor, if DiLoCo has a codec",
+        lambda config: _divides(config, "tensor") and parse_sync(config.sync).codec is not None,
+        "ranks of a replica that have the same weights would round them in blocks with others",
+        "leave out codec, or use shard or context",
+    ),
+    Exclusion(
+        "--zero 1",
+        lambda config: config.zero == 1,
+        "its optimizer sums the gradients of all ranks",
+        "use --zero 2 or 3",
     ),
     Exclusion(
         "--elastic with hierarchical, easgd, gossip, tournament, fragments or alpha",

@@ -10,7 +10,11 @@ from tests.support.pages import find_page
 WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
 # By option of the table, the words that set it.
 EXCLUDED = {
-    "--layout with other axes than data": ("--layout", "data=2,shard=2"),
+    "--layout with other axes than data, without replicas": ("--layout", "data=2,shard=2"),
+    "--layout with other axes than data, in a tournament": ("--layout", "replica=2,shard=2"),
+    "--layout with pipeline": ("--layout", "replica=2,pipeline=2"),
+    "--layout with tensor, if DiLoCo has a codec": ("--layout", "replica=2,tensor=2"),
+    "--zero 1": ("--layout", "replica=2,shard=2", "--zero", "1"),
     "--elastic with hierarchical, easgd, gossip, tournament, fragments or alpha": ("--elastic",),
     "--op adasum": ("--op", "adasum"),
     "--compression": ("--compression", "bf16"),
@@ -18,6 +22,12 @@ EXCLUDED = {
     "--sync-batch-norm": ("--sync-batch-norm",),
     "--ema-decay": ("--ema-decay", "0.9"),
     "--precision fp16": ("--precision", "fp16"),
+}
+
+# By option, the only policy with which it is refused.
+ONLY_WITH = {
+    "--layout with tensor, if DiLoCo has a codec": "diloco:8:codec=int8",
+    "--layout with other axes than data, in a tournament": "tournament:8",
 }
 
 
@@ -32,7 +42,7 @@ def test_the_cases_below_are_all_exclusions():
 @pytest.mark.parametrize("excluded", EXCLUSIONS, ids=lambda excluded: excluded.option)
 @pytest.mark.parametrize("sync", ["easgd:8:0.9", "gossip:ring"])
 def test_each_exclusion_is_refused_with_what_to_do_and_only_with_averaged_weights(excluded, sync):
-    words = EXCLUDED[excluded.option]
+    words, sync = EXCLUDED[excluded.option], ONLY_WITH.get(excluded.option, sync)
     assert not config_of(*words).averages_weights
     with pytest.raises(ConfigError) as refusal:
         config_of("--sync", sync, *words)
@@ -56,6 +66,8 @@ def test_an_elastic_run_averages_in_rounds_after_which_all_ranks_have_equal_weig
         ("--micro-batch", "8"),
         ("--precision", "bf16"),
         ("--layout", "data=2"),
+        ("--layout", "replica=2"),
+        ("--layout", "replica=2,data=2,tensor=2"),
         ("--statistics", "recompute"),
         ("--optimizer", "lamb"),
     ],
@@ -64,6 +76,11 @@ def test_an_elastic_run_averages_in_rounds_after_which_all_ranks_have_equal_weig
 def test_what_a_rank_does_alone_goes_with_averaged_weights(words):
     config = config_of("--sync", "diloco:32", *words)
     assert (config.averages_weights, config.makes_own_steps, config.combines_steps) == (True, True, False)
+
+
+def test_one_replica_has_no_other_to_average_with():
+    with pytest.raises(ConfigError, match="no other replica of the model to average with; add the number"):
+        config_of("--sync", "local:8", "--layout", "replica=1,data=4")
 
 
 def test_the_page_has_the_table():
