@@ -7,7 +7,11 @@ and started again, the study continues: Optuna repeats the trial of a dead proce
 """
 
 import argparse
+import fcntl
+import re
+import tempfile
 import warnings
+from pathlib import Path
 
 import optuna
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
@@ -50,7 +54,7 @@ def tag_best(study: optuna.Study, repo: DataRepository) -> str:
     """Move the tag `best` to the version of the best trial, and return that."""
     best: str = study.best_trial.user_attrs["version"]
     for name in repo.models.names():
-        if name.startswith(f"{study.study_name}-") and "best" in repo.models.tags(name):
+        if re.fullmatch(rf"{re.escape(study.study_name)}-\d+", name) and "best" in repo.models.tags(name):
             repo.models.untag(name, "best")  # of an earlier end of this study
     repo.models.tag(best, "best")
     return best
@@ -64,7 +68,7 @@ def main() -> None:
     parser.add_argument("--study", required=True, help="name of the study, and of its models before a number")
     parser.add_argument("--storage", default="sqlite:///study.db", help="database of the study, of all its processes")
     parser.add_argument("--init-from", help="version that all trials start from; by default, random weights")
-    parser.add_argument("--trials", type=int, default=20, help="complete trials of the whole study")
+    parser.add_argument("--trials", type=int, default=20, help="complete trials of the whole study, at least")
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=5)
@@ -73,12 +77,14 @@ def main() -> None:
     args = parser.parse_args()
 
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of heartbeats
-    storage = RDBStorage(
-        args.storage,
-        heartbeat_interval=args.heartbeat_s,
-        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
-    )
-    study = optuna.create_study(storage=storage, study_name=args.study, direction="maximize", load_if_exists=True)
+    with Path(tempfile.gettempdir(), f"{args.study}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that make the tables of a new database disturb each other
+        storage = RDBStorage(
+            args.storage,
+            heartbeat_interval=args.heartbeat_s,
+            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+        )
+        study = optuna.create_study(storage=storage, study_name=args.study, direction="maximize", load_if_exists=True)
     if len(study.get_trials(states=(TrialState.COMPLETE,))) < args.trials:
         stop = MaxTrialsCallback(args.trials, states=(TrialState.COMPLETE,))
         study.optimize(lambda trial: run_trial(trial, args), callbacks=[stop])

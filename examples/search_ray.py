@@ -74,6 +74,9 @@ def main() -> None:
     args.storage = str(Path(args.storage).absolute())
 
     best = open_tuner(args).fit().get_best_result("val_accuracy", "max")
+    for name in repo.models.names():
+        if name.startswith(f"{args.study}-") and "best" in repo.models.tags(name):
+            repo.models.untag(name, "best")  # of an earlier end of this study
     repo.models.tag(best.metrics["version"], "best")
     print(f"best trial: {best.metrics['version']}, {best.metrics['val_accuracy']:.4f}, {best.config}")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from datasvc.extras import explain_missing
 from datasvc.printable import escape_unencodable
+from datasvc.trainer.env.environment import SMOKE_RANKS, SMOKE_STEPS
 from datasvc.trainer.launch.config_file import OneLineParser, read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
 from datasvc.trainer.launch.ranks.hosts import is_local, parse_hosts, read_allocation, read_host_file
@@ -75,8 +76,10 @@ def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str
         OSError: no port is available, or the output files cannot be written.
         ValueError: the job description is invalid.
     """
-    if job.smoke_ranks is not None and (failure := run_smoke(job, environ)) is not None:
-        return failure
+    if job.smoke_ranks is not None:
+        environ = {name: value for name, value in environ.items() if name not in (SMOKE_STEPS, SMOKE_RANKS)}
+        if (failure := run_smoke(job, environ)) is not None:
+            return failure
     if elastic is None:
         return run_static_job(job, environ)
     # Imported here, because most jobs are not elastic, and do not need the driver.

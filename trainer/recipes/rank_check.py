@@ -23,18 +23,19 @@ from datasvc.trainer.recipes.training_data import TrainingData
 # the same repository is checked by `CheckpointManager`, and that they read the same data by `check_data`.
 _OF_NODE: Final = frozenset(
     {"repo", "cache", "cache_budget", "tenant", "local_checkpoints", "decode_threads", "ledger", "metrics_port"}
-    | {"profile", "peers"}
+    | {"profile", "peers", "prefetch", "decode_lag", "decode_group"}
 )
 _PACKAGES: Final = ("datasvc", "torch")
 _MAX_VALUES: Final = 3  # in a message
 _MAX_TEXT: Final = 200
 
 
-def check_job(config: TrainConfig) -> None:
+def check_job(config: TrainConfig, *, has_begun: bool = False) -> None:
     """Check that all ranks have the same settings, layout and code. Every rank calls this, before a run's operations.
 
-    The code is the git commit of the working folder with its local changes, and the versions of datasvc and torch;
-    one rank of each node reads it.
+    The code is the git commit of the working folder with its local changes, and the versions of datasvc and torch
+    without builds; one rank of each node reads it. If the job `has_begun`, it is not compared: a rank that joins
+    reads what has been edited since.
 
     Raises:
         ConfigError: ranks differ; see `check_facts`.
@@ -44,9 +45,11 @@ def check_job(config: TrainConfig) -> None:
     facts["peers"] = config.peers if config.peers == "ranks" else None
     check_facts(facts, name="start.settings")
     code: dict[str, Any] = {}
+    if has_begun:
+        return
     if hvd.size() > 1 and hvd.local_rank() == 0:
         packages = describe_environment()["packages"]
-        code = {f"version of {name}": packages.get(name) for name in _PACKAGES}
+        code = {f"version of {name}": str(packages.get(name)).partition("+")[0] for name in _PACKAGES}
         if (revision := identify_code()) is not None:  # a node without git may have the same code
             code["code"] = revision
     check_facts(code, name="start.code")

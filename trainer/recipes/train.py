@@ -128,7 +128,7 @@ def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetP
 
     def train_round(memory: ElasticMemory) -> Run:
         with reporting_lost_ranks():
-            check_job(config)  # in each round, because ranks join
+            check_job(config, has_begun=memory.snapshot is not None)  # in each round, because ranks join
             # A round without a snapshot starts from the same random weights as the first one.
             random_state.seed_all(config.seed)
             run = start(config, events, memory.snapshot, forget=forget)

@@ -37,6 +37,10 @@ _HELPER: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9+.-]*::)(.*)", re.DOTALL)
 # Override user settings, so that a patch has the same form everywhere.
 _PLAIN: Final = ("-c", "core.quotePath=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false")
 _DIFF: Final = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short")
+# The same patch from every clone and configuration.
+_ALIKE: Final = (
+    "--binary", "--full-index", "--no-renames", "--unified=3", "--inter-hunk-context=0", "--diff-algorithm=myers",
+)  # fmt: skip
 
 
 PACKAGES: Final = (
@@ -128,11 +132,18 @@ def capture_code(folder: Path | None = None) -> CodeRevision:
 def identify_code(folder: Path | None = None) -> str | None:
     """Return a text that tells the code of two processes apart: the commit, and a digest of the local changes.
 
-    The code is that of `capture_code`, without untracked files. None: git is missing, or not in a checkout.
+    It is read once, as by `capture_code`, without untracked files. None: git does not tell, or not in a checkout.
     """
-    code, diff = _capture(str(folder or Path.cwd()))
-    changes = f" with local changes {hashlib.sha256(diff).hexdigest()[:12]}" if code.dirty else ""
-    return f"{code.revision}{changes}" if code.revision else None
+    return _identify(str(folder or Path.cwd()))
+
+
+@lru_cache(maxsize=8)
+def _identify(folder: str) -> str | None:
+    revision = _git(folder, "rev-parse", "--verify", "HEAD")
+    changes = revision and _output(folder, *_DIFF, *_ALIKE, "HEAD", max_bytes=MAX_DIFF_BYTES)
+    if revision is None or changes is None:
+        return None
+    return f"{revision} with local changes {hashlib.sha256(changes).hexdigest()[:12]}" if changes else revision
 
 
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:

@@ -40,6 +40,9 @@ def test_the_code_of_a_folder_is_its_commit_with_its_local_changes(tmp_path):
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-q", "-m", "x", "--date=2026-01-01T00:00Z"], check=True, env=DATED)
         (folder / "train.py").write_text(content)
+        if name == "third":
+            for setting in ("core.abbrev=40", "diff.context=9", "diff.algorithm=patience"):
+                subprocess.run([*git, "config", *setting.split("=")], check=True)
         texts.append(identify_code(folder))
     assert "changes" not in texts[0]
     assert texts[1].startswith(f"{texts[0]} with local changes ")

@@ -81,6 +81,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
         membership = JobMembership(limits, now_s=time.monotonic())
         driver = _Driver(job, environ, membership, group, listener, is_single_machine=is_single_machine)
         stack.enter_context(handling_signals(driver.interrupt))
+        stack.enter_context(handling_signals(group.notify, (signal.SIGUSR1, signal.SIGUSR2)))
         if options.discovery_script is None:
             driver.report_hosts(hosts)
         else:
