@@ -209,7 +209,10 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         return averaging
 
     def adopt_shared_memory(self, memory: dict[str, Any]) -> None:
-        """Replace this rank's part of the averaging by that of another rank, but for the residuals of a codec."""
+        """Replace this rank's part of the averaging by that of another rank. Every rank calls this.
+
+        Of the residuals of a codec, only those of that rank are left.
+        """
         self._continue(memory, self._make_outer(memory))
 
     def _make_outer(self, averaging: dict[str, Any]) -> OuterOptimizer | None:

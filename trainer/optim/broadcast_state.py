@@ -149,8 +149,9 @@ def broadcast_optimizer_state(
             for values, values_of_root, device in zip(local_values, root_values, devices, strict=True)
         ]
         adopt_values(optimizer, parameters, local_values)
-        if isinstance(optimizer, HasMemory):
-            optimizer.adopt_shared_memory(shared_memory)
+    if isinstance(optimizer, HasMemory):
+        # On the root too: all ranks of an averaging optimizer then begin the round in progress again.
+        optimizer.adopt_shared_memory(shared_memory)
     tensors = {
         f"optimizer.{i}.{key}": local_values[i][key]
         for i, values in enumerate(root_values)

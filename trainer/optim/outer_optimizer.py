@@ -164,7 +164,8 @@ class OuterOptimizer:
                 name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()
             }
         self._changes = {
-            position: change.to(self.weights[position].device, copy=True)
+            # A state of an earlier release has changes of 16 bits.
+            position: change.to(self.weights[position].device, self.weights[position].dtype, copy=True)
             for position, change in state["changes"].items()
         }
         self.has_changed_weights = state.get("has_changed_weights", True)  # states of earlier releases lack it

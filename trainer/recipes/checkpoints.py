@@ -365,7 +365,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     winner = (checkpoint.entry.get("tournament") or {}).get("winner")
     if winner is not None and run.layout.is_data_only:
         state["optimizer"] = {**state["optimizer"], "state": rank_states[winner]["optimizer"]}
-    _resume_optimizer(run, checkpoint, state, rank_state, has_same_ranks=has_same_ranks)
+    continues_rounds = _resume_optimizer(run, checkpoint, state, rank_state, has_same_ranks=has_same_ranks)
     if run.average is not None:
         if state.get("ema"):
             run.average.load_state_dict(state["ema"])
@@ -383,8 +383,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
     if has_same_ranks:
         random_state.reinstate(rank_state["random"])
-        # Not strict: these are the batch statistics only; the other weights were loaded above.
-        run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
+        # Not strict: these are the batch statistics only; the other weights were loaded above, with a winner's own.
+        own = rank_state.get("batch_statistics", {}) if winner is None or continues_rounds else {}
+        run.model.load_state_dict(own, strict=False)
     else:
         # The ranks have changed, so seed again. The step is part of the seed: no random numbers are repeated.
         rank = hvd.rank() // run.layout.tensor
@@ -441,8 +442,8 @@ def _resume_loader(run: Run, checkpoint: Checkpoint, state: Mapping[str, Any]) -
 
 def _resume_optimizer(
     run: Run, checkpoint: Checkpoint, state: Mapping[str, Any], rank_state: Mapping[str, Any], *, has_same_ranks: bool
-) -> None:
-    """Load the optimizer, this rank's part of it, and the loss scale.
+) -> bool:
+    """Load the optimizer, this rank's part of it, and the loss scale; return whether rounds of `--sync` continue.
 
     A run with `--sync` continues the round of a checkpoint, each rank with its own weights and moments. At another
     number of ranks, all ranks have the mean weights and the moments of rank 0, or both of the winner of a tournament;
@@ -479,6 +480,7 @@ def _resume_optimizer(
     except ValueError as error:
         raise ConfigError(f"{checkpoint.version} does not fit this run's optimizer: {error}") from error
     load_loss_scale(run.loss_scale, state.get("loss_scale") or {})
+    return continues_rounds
 
 
 def _saved_layout(entry: Mapping[str, Any]) -> Mapping[str, int]:

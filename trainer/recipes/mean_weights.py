@@ -24,7 +24,7 @@ def compute_mean_weights(run: Learner) -> dict[str, Tensor]:
 
     Of a divided model, a rank returns the parts that it has. Only trainable weights have a mean, because only these
     differ. With a tournament, they are the weights of the winner of a comparison of all ranks, and its batch
-    statistics, unless these are recomputed. Every rank must call this.
+    statistics. Every rank must call this.
     """
     if not run.config.averages_weights or run.optimizer.is_averaged or hvd.size() == 1:
         return {}
@@ -68,6 +68,6 @@ def _changed_tensors(run: Learner) -> dict[str, Tensor]:
     """Return copies of what `compute_mean_weights` replaces, by name; a tied weight has several."""
     named = run.model.named_parameters(remove_duplicate=False)
     tensors: dict[str, Tensor] = {name: weight for name, weight in named if weight.requires_grad}
-    if run.optimizer.tournament is not None and not run.config.recomputes_statistics:
+    if run.optimizer.tournament is not None:
         tensors |= batch_statistics(run.model)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

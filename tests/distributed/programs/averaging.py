@@ -90,6 +90,18 @@ def check_a_rank_that_joins_gets_the_round_of_rank_0():
     assert torch.equal(*of_all_ranks(model)[:2])
 
 
+def check_a_broadcast_in_the_middle_of_a_round_begins_the_round_again_on_all_ranks():
+    model = new_model()
+    averaging = hvd.Averaging(sgd(model), "diloco:4:delay=3,codec=int8")
+    for number in (1, 2):  # the round starts after step 1
+        step(model, averaging, number)
+    hvd.elastic.TorchState(model, averaging).synchronize()
+    for number in range(3, 9):
+        step(model, averaging, number)
+    assert averaging.is_averaged
+    assert torch.equal(*of_all_ranks(model)[:2])
+
+
 def check_ranks_of_a_node_average_more_often():
     model, reference = new_model(), new_model()
     averaging, plain = hvd.Averaging(sgd(model), "hierarchical:2,4"), sgd(reference)

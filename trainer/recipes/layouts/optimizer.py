@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from datasvc.trainer.recipes.layouts.shard import to_local
+
 
 class LayoutOptimizer:
     """An optimizer over the parameters of this rank.
@@ -121,13 +123,14 @@ class LayoutOptimizer:
 
 def _as_part(value: Any, parameter: torch.Tensor) -> Any:
     """Return a value of the state of a parameter; as a sharded tensor, if it has the shape of the local part."""
-    if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or isinstance(value, DTensor):
+    if not torch.is_tensor(value) or isinstance(value, DTensor) or not value.dim():
         return value
-    if not value.dim() or value.shape != parameter.to_local().shape:
+    part = to_local(parameter)
+    value = value.to(part.device)  # a rank's own state is restored to the host
+    if not isinstance(parameter, DTensor) or value.shape != part.shape:
         return value
-    part = parameter.to_local()
     return DTensor.from_local(
-        value.to(part.device),
+        value,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

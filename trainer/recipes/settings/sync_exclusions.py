@@ -61,6 +61,12 @@ EXCLUSIONS: Final = (
         "leave out --layout",
     ),
     Exclusion(
+        "--statistics recompute, in a tournament",
+        lambda config: config.recomputes_statistics and parse_sync(config.sync).kind == "tournament",
+        "each replica has the statistics of its own weights, by which it is judged",
+        "leave it out: a version has the winner's",
+    ),
+    Exclusion(
         "--layout with pipeline",
         lambda config: _divides(config, "pipeline"),
         "the first and the last stage can have the same weights, whose sums would be rounded apart",

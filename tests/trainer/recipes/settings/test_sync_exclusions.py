@@ -12,6 +12,7 @@ WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
 EXCLUDED = {
     "--layout with other axes than data, without replicas": ("--layout", "data=2,shard=2"),
     "--layout with other axes than data, in a tournament": ("--layout", "replica=2,shard=2"),
+    "--statistics recompute, in a tournament": ("--statistics", "recompute"),
     "--layout with pipeline": ("--layout", "replica=2,pipeline=2"),
     "--layout with tensor, if DiLoCo has a codec": ("--layout", "replica=2,tensor=2"),
     "--zero 1": ("--layout", "replica=2,shard=2", "--zero", "1"),
@@ -28,6 +29,7 @@ EXCLUDED = {
 ONLY_WITH = {
     "--layout with tensor, if DiLoCo has a codec": "diloco:8:codec=int8",
     "--layout with other axes than data, in a tournament": "tournament:8",
+    "--statistics recompute, in a tournament": "tournament:8",
 }
 
 
