@@ -185,12 +185,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the base class, with this rank's part of the averaging."""
-        state: dict[str, Any] = super().state_dict()
-        outer = None if self._outer is None else self._outer.state_dict()
-        averaging = {"sync": self._sync, "num_steps": self.num_steps, "outer": outer}
-        if self.tournament is not None:
-            averaging["tournament"] = self.tournament.state_dict()
-        return {**state, "averaging": averaging}
+        return {**super().state_dict(), "averaging": self.shared_memory()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. One of a plain optimizer starts the averaging at step 0. Every rank calls this.
@@ -204,8 +199,14 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         self._continue(averaging, outer)
 
     def shared_memory(self) -> dict[str, Any]:
-        """Return what `broadcast_optimizer_state` sends: the number of steps, the outer weights and their momenta."""
-        averaging: dict[str, Any] = self.state_dict()["averaging"]
+        """Return this rank's part of the averaging: the number of steps, outer weights and momenta, and the round.
+
+        `broadcast_optimizer_state` sends it.
+        """
+        outer = None if self._outer is None else self._outer.state_dict()
+        averaging: dict[str, Any] = {"sync": self._sync, "num_steps": self.num_steps, "outer": outer}
+        if self.tournament is not None:
+            averaging["tournament"] = self.tournament.state_dict()
         return averaging
 
     def adopt_shared_memory(self, memory: dict[str, Any]) -> None:
