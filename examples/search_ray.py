@@ -7,6 +7,7 @@ trial whose worker is lost.
 """
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def main() -> None:
 
     best = open_tuner(args).fit().get_best_result("val_accuracy", "max")
     for name in repo.models.names():
-        if name.startswith(f"{args.study}-") and "best" in repo.models.tags(name):
+        if re.fullmatch(rf"{re.escape(args.study)}-[0-9a-f]+(_\d+)?", name) and "best" in repo.models.tags(name):
             repo.models.untag(name, "best")  # of an earlier end of this study
     repo.models.tag(best.metrics["version"], "best")
     print(f"best trial: {best.metrics['version']}, {best.metrics['val_accuracy']:.4f}, {best.config}")
