@@ -94,6 +94,17 @@ def folder(tmp_path) -> Path:
     return write_folder(tmp_path / "source", {"train": {"a": 7, "b": 5, "c": 8}, "val": {"a": 3, "b": 3}})
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Layers this small only wait for each other in several threads."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture
 def warm_workers():
     """Start worker processes that `multiprocessing` spawns from a process that has imported what they need."""

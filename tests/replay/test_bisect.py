@@ -98,16 +98,6 @@ def settings_of(repo, **settings):
     return TrainConfig(repo=repo.repository.url, name="gpt", **(defaults | settings))
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 # At a higher rate DiLoCo's outer momentum makes jumps of its own, on some processors more than on others.
 @pytest.mark.parametrize(("sync", "rate"), [("bsp", 0.02), ("diloco:8", 0.002)])
 def test_a_poisoned_block_of_a_run_is_named_and_can_be_skipped(tmp_path, one_thread, sync, rate):

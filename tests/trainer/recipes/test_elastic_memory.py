@@ -82,10 +82,9 @@ def undisturbed(repository):
     return "undisturbed"
 
 
-def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
-    repository, undisturbed, tmp_path, capsys, monkeypatch
-):
-    real_update, fails_before = training.update, [2, 8, 8, 10, 17]  # the first before any commit
+def losing_ranks(monkeypatch, fails_before):
+    """Lose a rank before each of these steps, in order; return the list of those that are left."""
+    real_update = training.update
 
     def update(run, batch, mark):
         if fails_before and run.step == fails_before[0]:
@@ -94,6 +93,13 @@ def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
         return real_update(run, batch, mark)
 
     monkeypatch.setattr(training, "update", update)
+    return fails_before
+
+
+def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
+    repository, undisturbed, tmp_path, capsys, monkeypatch
+):
+    fails_before = losing_ranks(monkeypatch, [2, 8, 8, 10, 17])  # the first before any commit
     events = run(repository, "failing", capsys, ledger=str(tmp_path))
     assert [event["step"] for event in events if event["event"] == "round"] == [0, 0, 6, 6, 10, 15]
     assert not fails_before
@@ -112,17 +118,8 @@ def test_with_averages_a_failure_repeats_the_steps_since_the_last_round_of_all_r
 ):
     """A copy is due after steps 3, 6, 9, 10, 12, ..., and made after the next multiple of 4."""
     settings = {"sync": "diloco:4:delay=1", "ema_decay": None}
-    real_update, fails_before = training.update, []
-
-    def update(run, batch, mark):
-        if fails_before and run.step == fails_before[0]:
-            del fails_before[0]
-            raise hvd.HorovodInternalError(f"a rank was lost, {len(fails_before)} are left to lose")
-        return real_update(run, batch, mark)
-
-    monkeypatch.setattr(training, "update", update)
     run(repository, "averaged", capsys, **settings)
-    fails_before += [2, 7, 11, 15, 19]
+    losing_ranks(monkeypatch, [2, 7, 11, 15, 19])
     events = run(repository, "averaged-failing", capsys, ledger=str(tmp_path), **settings)
     assert [event["step"] for event in events if event["event"] == "round"] == [0, 0, 4, 8, 12, 16]
     check_equal(repository, "averaged-failing", "averaged")
@@ -297,21 +294,15 @@ def test_between_rounds_a_rank_finds_that_another_is_lost(averaging, monkeypatch
 
 
 def test_each_round_closes_its_cache(repository, tmp_path, capsys, monkeypatch):
-    real_update, fails_before, opened = training.update, [2], []
+    opened = []
 
     class RecordedCache(Cache):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             opened.append(self)
 
-    def update(run, batch, mark):
-        if fails_before and run.step == fails_before[0]:
-            del fails_before[0]
-            raise hvd.HorovodInternalError("a rank was lost")
-        return real_update(run, batch, mark)
-
     monkeypatch.setattr("datasvc.trainer.recipes.start.Cache", RecordedCache)
-    monkeypatch.setattr(training, "update", update)
+    losing_ranks(monkeypatch, [2])
     run(repository, "cached", capsys, max_steps=4, cache=str(tmp_path / "cache"), cache_budget="50MB")
     assert len(opened) == 2
     for cache in opened:
