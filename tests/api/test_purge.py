@@ -1,4 +1,4 @@
-"""A purge takes the bytes of samples out of every version, whoever kills it or writes meanwhile, and proves it."""
+"""A purge removes the bytes of samples from every version and proves it, also if it is killed or others write."""
 
 import json
 import os

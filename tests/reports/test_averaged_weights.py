@@ -142,7 +142,7 @@ def test_a_rank_without_data_does_not_add_zeros_to_weights():
 @pytest.mark.parametrize("compression", COMPRESSIONS.values(), ids=COMPRESSIONS)
 @pytest.mark.usefixtures("one_rank")
 def test_one_gradient_that_overflows_does_not_spoil_all_later_ones(compression):
-    """deepspeedai/DeepSpeed#753: after an overflow the loss scale was halved for ever, since the error stayed NaN."""
+    """deepspeedai/DeepSpeed#753: after an overflow the residual stayed NaN, and each step halved the loss scale."""
     weight, memory = torch.nn.Parameter(torch.zeros(24, 24)), {}
     bucket = compression.make_bucket("bucket", {0: weight}, GradientReduction(), memory)
     are_finite = []

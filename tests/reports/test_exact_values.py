@@ -90,7 +90,7 @@ def test_json_is_json_whatever_was_reported(repo, logged):
 
 
 def test_a_number_that_is_not_finite_is_not_shown_as_missing(repo, logged):
-    """determined-ai/determined#3101: null on the page, and nobody saw that the run had diverged."""
+    """determined-ai/determined#3101: the page showed null for NaN, which hid that the run had diverged."""
     terminal = run("runs", "show", logged, DATASVC_REPO=repo.repository.url).stdout
     assert ("loss: nan" in terminal, "top1: -inf" in terminal) == (True, True)
     with running_ui(repo.repository.url) as ui:

@@ -22,7 +22,7 @@ def command(repo):
 
 
 def test_a_tag_and_a_branch_of_one_name_are_refused_whichever_comes_first(command):
-    """treeverse/lakeFS#2667, conventional-changelog/conventional-changelog#619: such a name is ambiguous for ever."""
+    """treeverse/lakeFS#2667, conventional-changelog/conventional-changelog#619: one name of both is ambiguous."""
     for first, second in (("branch", "tag"), ("tag", "branch")):
         words = {"branch": ("branch", "pets", f"{first}-first"), "tag": ("tag", "pets@1", f"{first}-first")}
         assert command(*words[first]).returncode == 0
@@ -81,7 +81,7 @@ def test_a_name_that_breaks_addresses_or_file_systems_is_refused(command, name):
 
 
 def test_the_number_of_a_removed_version_is_not_given_again(repo, command):
-    """mlflow/mlflow#4593, Comfy-Org/registry-backend#22: another version under the number that somebody used."""
+    """mlflow/mlflow#4593, Comfy-Org/registry-backend#22: a number that was in use got another version."""
     assert command("rm", "pets@2", "--yes").returncode == 0
     small_dataset(repo, "pets", samples=6)
     assert [version.version for version in repo.datasets.versions("pets")][-1] == 3
