@@ -136,7 +136,8 @@ class NamespaceNode(Node):
     def _port(self):
         return f"port-{self._number}"
 
-    def _enter(self, *words):
+    def entering(self, *words):
+        """Return the command that runs `words` in this node; end it with a shell that waits, see `_WAITING`."""
         entrance = f"--pid=/proc/{self._space.pid}/ns/pid_for_children", f"--mount=/proc/{self._space.pid}/ns/mnt"
         net, *rest = self._space.entering(*words)
         return [net, "--no-fork", *entrance, *rest]
@@ -145,7 +146,7 @@ class NamespaceNode(Node):
         started, written = os.pipe()
         with open(started, "rb") as stream:
             try:
-                words = self._enter(*_WAITING, *_BECOMING, str(options["cwd"]), *command)
+                words = self.entering(*_WAITING, *_BECOMING, str(options["cwd"]), *command)
                 entry = subprocess.Popen(words, **options | {"stdin": written})
             finally:
                 os.close(written)
@@ -161,7 +162,7 @@ class NamespaceNode(Node):
 
     def _signal_all(self, number):
         # It fails where nothing runs, and then there is nothing to do.
-        words = self._enter(*_WAITING, "sh", "-c", f"kill -{int(number)} -1")
+        words = self.entering(*_WAITING, "sh", "-c", f"kill -{int(number)} -1")
         subprocess.run(words, check=False, stderr=subprocess.DEVNULL)
 
 
