@@ -179,6 +179,7 @@ def _facts(report: IngestReport) -> dict[str, Any]:
         "conflicts": [conflict._asdict() for conflict in report.conflicts],
         "changed_options": report.changed_options,
         "ignored": dict(report.ignored),
+        "class_spread": dict(report.class_spread),
         "resumed_shards": report.num_resumed,
         "source_changed": report.has_source_changed,
     }
@@ -234,6 +235,11 @@ def _print_report(report: IngestReport) -> None:
         print_line(
             f"options differ from those of the version before: {_format_options(report.changed_options)}", err=True
         )
+    from datasvc.shards.versions.describe import MAX_SPREAD, describe_spread
+
+    for split, spread in report.class_spread.items():
+        if spread > MAX_SPREAD:
+            print_line(f"{split}: {describe_spread(spread)}", err=True)
     print_conflicts(report.conflicts)
 
 

@@ -70,6 +70,8 @@ def show(
 
         _print_confusion(count_pairs(Repository.open(repo), ref, *confusion), *confusion, as_json=as_json)
         return
+    from datasvc.shards.versions.describe import CLASS_SPREAD, describe_spread
+
     facts = describe_version(Repository.open(repo), ref)
     if as_json:
         print_json(facts)
@@ -98,6 +100,8 @@ def show(
             print_facts({f"split {name}": split})
         else:
             _print_split(name, split)
+            if (spread := facts.get(CLASS_SPREAD, {}).get(name)) is not None:
+                print_line(f"  classes over shards: {describe_spread(spread)}")
 
 
 def _print_confusion(

@@ -47,8 +47,9 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, printable
 from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.describe import CLASS_SPREAD
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
-from datasvc.shards.versions.labels import combine_classes, name_tables, plan_labels
+from datasvc.shards.versions.labels import class_spread, combine_classes, name_tables, plan_labels
 from datasvc.shards.versions.split_overlap import Overlap
 from datasvc.shards.versions.version_entry import VAL_FRACTION
 from datasvc.threads import count_processors
@@ -83,6 +84,8 @@ class IngestReport:
         has_source_changed: whether the source changed since an interrupted run, which was therefore not continued.
         changed_options: options of an append that differ from those of the version it continues: the value before and
             now, by name.
+        class_spread: how much the classes of the new shards differ from shard to shard, by split; see
+            `labels.class_spread`.
     """
 
     version: Resolved
@@ -99,6 +102,7 @@ class IngestReport:
     num_resumed: int = 0
     has_source_changed: bool = False
     changed_options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    class_spread: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         # Without the lists, which may have millions of samples.
@@ -163,6 +167,8 @@ def ingest(repository: Repository, source: AnySource, name: str, **options: Unpa
         if isinstance(source, (str, os.PathLike)) or settings.source_options is not None:
             _check_unchanged(plan, settings.source_options)
         accepted = _accept(repository, opened, results, _tables(plan, results), settings)
+        counts = {name: [row.statistics.label_counts for row in rows] for name, rows in _rows(results).items()}
+        spreads = {name: spread for name in counts if (spread := class_spread(counts[name])) is not None}
         metadata: dict[str, Any] = {
             "message": settings.message,
             "source": _describe(plan, settings),
@@ -170,6 +176,7 @@ def ingest(repository: Repository, source: AnySource, name: str, **options: Unpa
             "quarantine": store_quarantine(repository.objects, accepted.bad),
             "ignored": dict(opened.ignored),
             VAL_FRACTION: recorded_fraction,
+            **({CLASS_SPREAD: spreads} if spreads else {}),
         }
         commit = IngestCommit(
             repository=repository,
@@ -224,6 +231,7 @@ def _report(
         ignored=Counter(commit.metadata["ignored"]),
         num_resumed=num_resumed,
         has_source_changed=plan.has_source_changed,
+        class_spread=commit.metadata.get(CLASS_SPREAD, {}),
     )
 
 
@@ -387,13 +395,17 @@ def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
 
 def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]:
     """Return the shard table of each split that has samples, with shards in the order of the plan."""
+    return {
+        split: ShardTable.build(rows, plan.work.schema, plan.work.classes) for split, rows in _rows(results).items()
+    }
+
+
+def _rows(results: Sequence[UnitResult]) -> dict[str, list[TableRow]]:
     rows: dict[str, list[TableRow]] = {}
     for result in results:
         for shard in result.shards:
             rows.setdefault(shard.split, []).append(shard.row)
-    return {
-        split: ShardTable.build(table_rows, plan.work.schema, plan.work.classes) for split, table_rows in rows.items()
-    }
+    return rows
 
 
 def find_newest(repository: Repository, line: LineName) -> Resolved | None:

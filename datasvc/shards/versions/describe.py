@@ -17,6 +17,8 @@ from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset,
 from datasvc.shards.versions.deletions import count_purged
 from datasvc.threads import map_in_threads
 
+CLASS_SPREAD: Final = "class_spread"  # field of the entry of an ingest, see `labels.class_spread`
+MAX_SPREAD: Final = 0.3  # up to which shards count as alike
 _READS_AT_ONCE: Final = 8
 
 
@@ -205,3 +207,14 @@ def shared_bytes(repository: Repository, name: str, *, last: int | None = None) 
         )
         seen |= shards.keys()
     return result
+
+
+def describe_spread(spread: float) -> str:
+    """Return in words what `class_spread` found, and what to do."""
+    if spread <= MAX_SPREAD:
+        return f"shards are alike (Cramér's V {spread:.2f})"
+    return (
+        f"shards differ in their classes (Cramér's V {spread:.2f}; 0: alike, 1: each class in shards of its own). "
+        "Keep the loader's shuffle='global', because batches of a windowed shuffle would have few classes; or ingest "
+        "without keep_order, which mixes the samples"
+    )

@@ -197,3 +197,30 @@ def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[
             )
         check_unnamed(table.label_counts, names, f"split {split!r}")  # `names` must cover every label
     return {split: replace(table, classes=tuple(names)) for split, table in labelled.items()}
+
+
+def class_spread(counts: Sequence[Mapping[int, int]]) -> float | None:
+    """Return how much the classes differ between shards: Cramér's V of a chi-square test, corrected for its bias.
+
+    0: the shards are alike, up to chance; 1: a class is in one shard only, or a shard has one class only. The
+    correction is that of Bergsma, "A bias-correction for Cramér's V and Tschuprow's T", 2013.
+
+    Args:
+        counts: number of samples by label, of each shard.
+
+    Returns:
+        A number from 0 to 1; None if there are fewer than two shards with labels or fewer than two classes.
+    """
+    shards = [shard for shard in counts if shard]
+    numbers = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
+    items = (number for shard in shards for item in shard.items() for number in item)
+    labels, found = np.fromiter(items, np.int64, 2 * len(numbers)).reshape(-1, 2).T
+    classes = np.unique(labels, return_inverse=True)[1]
+    by_shard, by_class = (np.bincount(each, found) for each in (numbers, classes))
+    num_shards, num_classes, total = len(by_shard), len(by_class), found.sum()
+    if min(num_shards, num_classes) < 2:
+        return None
+    squares = (found / by_shard[numbers] * found / by_class[classes]).sum() - 1  # chi-square by the number of samples
+    by_chance = (num_shards - 1) * (num_classes - 1) / (total - 1)
+    sides = [size - (size - 1) ** 2 / (total - 1) for size in (num_shards, num_classes)]
+    return round(float(np.sqrt(max(0.0, squares - by_chance) / (min(sides) - 1))), 4) if min(sides) > 1 else None

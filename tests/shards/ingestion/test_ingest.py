@@ -8,6 +8,8 @@ from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.sources import ImageFolderSource
+from datasvc.shards.versions.describe import describe_spread
+from datasvc.shards.versions.labels import class_spread
 from tests.samples import jpeg, write_folder
 
 
@@ -61,6 +63,32 @@ def test_a_class_sorted_source_is_mixed_over_the_shards(repository, tmp_path):
     for number in range(split.table.num_shards):
         labels = split.origin.open_shard(split.table.shard(number)).values("label")
         assert len(labels) < 12 or len(set(labels.tolist())) >= 3
+
+
+@pytest.mark.parametrize(("keep_order", "words"), [(False, "shards are alike"), (True, "shards differ")])
+def test_the_spread_of_the_classes_over_the_shards_is_measured(repository, tmp_path, keep_order, words):
+    source = write_folder(tmp_path / "sorted", {"train": dict.fromkeys("abcdef", 24), "val": {"a": 4}})
+    report = ingest(repository, str(source), "sorted", shard_bytes=15_000, keep_order=keep_order)
+    (spread,) = report.class_spread.values()  # "val" has one class
+    assert open_dataset(repository, "sorted").entry.content["class_spread"] == {"train": spread}
+    assert words in describe_spread(spread)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([{0: 50, 1: 50}, {0: 50, 1: 50}], 0.0),
+        ([{0: 500}, {1: 500}], 1.0),
+        # By hand: a chi-square of 36 for 100 samples; (0.36 - 1/99) / (2 - 1/99 - 1) is V squared.
+        ([{0: 40, 1: 10}, {0: 10, 1: 40}], 0.5945),
+        ([{0: 10, 1: 5}], None),
+        ([{0: 10}, {0: 5}, {}], None),
+        ([], None),
+    ],
+)
+def test_the_spread_is_cramers_v(counts, expected):
+    found = class_spread(counts)
+    assert found == (expected if expected is None else pytest.approx(expected, abs=1e-4))
 
 
 def test_flat_folders_have_no_labels_and_all_is_train(repository, tmp_path):
