@@ -1,4 +1,4 @@
-"""HTTP client of a node: its status for `datasvc top`, and staging on it for `datasvc stage --node`."""
+"""HTTP client of a node: its status for `datasvc top`, staging for `datasvc stage --node`, and what it has."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -20,6 +21,9 @@ from datasvc.cache.peers.membership import parse_node
 from datasvc.cache.peers.peer_source import tls_context
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.repository import Digest, Repository
+from datasvc.shards.versions.dataset import open_dataset
+from datasvc.threads import map_in_threads
 
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 120.0
@@ -27,6 +31,8 @@ _START_TIMEOUT_S: Final = 120.0
 _POLL_ATTEMPTS: Final = 5
 _MAX_RESPONSE_BYTES: Final = 64 << 20
 _MAX_ERROR_BYTES: Final = 64 << 10
+_MAX_ASKED: Final = 1000  # shards of a version that a node is asked for
+_REQUESTS_AT_ONCE: Final = 8
 _RUNNING: Final = ("waiting", "running")
 
 
@@ -111,6 +117,19 @@ class NodeClient:
             raise UnavailableError(f"{self._url} does not respond: {error}") from error
         except ValueError as error:
             raise ConfigError(f"{self._url} is not a node of datasvc: its response has no date") from error
+
+    def has_object(self, digest: Digest) -> bool:
+        """Return whether an object is resident on the node. Raise the errors of `status`."""
+        request = urllib.request.Request(f"{self._url}/objects/{digest}", headers=self._headers, method="HEAD")  # noqa: S310 - http(s)
+        try:
+            with self._opener.open(request, timeout=_TIMEOUT_S):
+                return True
+        except urllib.error.HTTPError as error:
+            if error.code == http.client.NOT_FOUND:
+                return False
+            raise self._response_error(error) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"{self._url} does not respond: {error}") from error
 
     def stage(
         self,
@@ -204,6 +223,37 @@ class NodeClient:
             message += f": {json.loads(error.read(_MAX_ERROR_BYTES))['error']}"
         kinds = {http.client.BAD_REQUEST: ConfigError, http.client.NOT_FOUND: NotFoundError}
         return kinds.get(error.code, UnavailableError)(message)
+
+
+def find_resident(repository: Repository, ref: str, nodes: Mapping[str, NodeClient]) -> dict[str, Any]:
+    """Return as JSON values how many shards and bytes of a version are resident on each node, most first.
+
+    Of more than 1,000 shards, evenly spaced ones are asked for, and the result says how many.
+
+    Args:
+        repository: repository of the data set.
+        ref: the version.
+        nodes: clients of the nodes, by URL.
+
+    Raises:
+        ConfigError: a node rejects the token, or is not a node. A node that does not respond has an `error` instead.
+        NotFoundError, CorruptDataError, UnavailableError: see `open_dataset`.
+    """
+    dataset = open_dataset(repository, ref)
+    shards = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
+    asked = list(shards)[:: -(-len(shards) // _MAX_ASKED) or 1]
+    found: list[dict[str, Any]] = []
+    for url, client in nodes.items():
+        try:
+            answers = map_in_threads(client.has_object, asked, _REQUESTS_AT_ONCE)
+            resident = [shards[digest] for digest, is_there in zip(asked, answers, strict=True) if is_there]
+        except UnavailableError as error:
+            found.append({"node": url, "shards": 0, "bytes": 0, "share": 0.0, "error": str(error)})
+        else:
+            share = sum(resident) / max(sum(map(shards.__getitem__, asked)), 1)
+            found.append({"node": url, "shards": len(resident), "bytes": sum(resident), "share": round(share, 4)})
+    found.sort(key=lambda node: -node["bytes"])
+    return {"dataset": dataset.title, "num_shards": len(shards), "num_asked": len(asked), "nodes": found}
 
 
 def _error_class(name: str) -> type[DatasvcError]:

@@ -51,6 +51,30 @@ def test_a_data_set_is_staged_by_a_running_node(run, pets, token_file, option):
         assert cache.status().num_resident > 1
 
 
+def test_how_much_of_a_version_each_node_has_says_where_to_start_a_job(run, pets, token_file):
+    empty, full, lost = (run(name, repositories=(pets.url,), token=TOKEN) for name in ("empty", "full", "lost"))
+    NodeClient(full.url, token=TOKEN).stage("pets", split="train", poll_s=0.001)
+    lost.stop()
+    nodes = [empty.url, lost.url, full.url]
+    words = ("cache", "where", "pets", "--repo", pets.url, "--token-file", token_file)
+    words += tuple(word for url in nodes for word in ("--node", url))
+    found = json.loads(run_command(*words, "--json").stdout)
+    dataset = open_dataset(pets, "pets")
+    train, val = (sum(shard.size_bytes for shard in dataset[name].table.shards()) for name in ("train", "val"))
+    assert (found["dataset"], found["num_asked"]) == ("pets@1", found["num_shards"])
+    first, *others = found["nodes"]
+    share = round(train / (train + val), 4)
+    num_shards = dataset["train"].table.num_shards
+    assert first == {"node": full.url, "shards": num_shards, "bytes": train, "share": share}
+    errors = {node["node"]: node.get("error") for node in others if not node["bytes"]}
+    assert errors == {empty.url: None, lost.url: errors[lost.url]}
+    assert "does not respond" in errors[lost.url]
+    text = run_command(*words).stdout
+    assert f"{share:.1%}" in text
+    wrong = run_command(*words[:5], "--node", full.url)
+    assert (wrong.returncode, "rejects the token" in wrong.stderr) == (1, True)
+
+
 def test_the_bytes_of_a_staging_job_are_its_progress(run, pets):
     node = run(repositories=(pets.url,))
     progress = SourceCounter()

@@ -18,6 +18,7 @@ from datasvc.cli.nodes.options import (
     TlsNameOption,
     TokenOption,
     open_node,
+    open_nodes,
 )
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import (
@@ -397,3 +398,31 @@ def placement(
         for url, counts in found["nodes"].items()
     ]  # fmt: skip
     print_table(["node", "owns shards", "bytes", "serves shards", "bytes"], rows)
+
+
+@app.command()
+def where(
+    ref: SamplesArgument,
+    repo: RepoOption,
+    node: Annotated[list[str], typer.Option(metavar="URL", help="A node to ask, by its server.")],
+    token_file: TokenOption = None,
+    ca: CaOption = None,
+    tls_name: TlsNameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how much of a data-set version is already in the cache of each node, most first: where to start a job.
+
+    Example: datasvc cache where pets@1 --node http://a:8765 --node http://b:8765
+    """
+    from datasvc.node.client import find_resident
+    from datasvc.repository import Repository
+
+    found = find_resident(Repository.open(repo), ref, open_nodes(node, token_file, ca, tls_name))
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (each["node"], each.get("error", f"{each['share']:.1%}"), each["shards"], format_size(each["bytes"]))
+        for each in found["nodes"]
+    ]
+    print_table(["node", f"has of {found['dataset']}", "shards", "bytes"], rows)
