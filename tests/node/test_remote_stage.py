@@ -72,7 +72,7 @@ def test_how_much_of_a_version_each_node_has_says_where_to_start_a_job(run, pets
     text = run_command(*words).stdout
     assert f"{share:.1%}" in text
     wrong = run_command(*words[:5], "--node", full.url)
-    assert (wrong.returncode, "rejects the token" in wrong.stderr) == (1, True)
+    assert (wrong.returncode, "rejects the token" in wrong.stderr) == (2, True)
 
 
 def test_the_bytes_of_a_staging_job_are_its_progress(run, pets):
