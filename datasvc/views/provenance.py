@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from datasvc.drawing import (
     FlowEdge,
@@ -25,6 +25,7 @@ from datasvc.printable import count_text
 
 _SOURCE, _SHARDS, _DATA, _RUN, _MODEL = range(5)  # lowest layers
 _MAX_ROWS: Final = 100
+_MAX_ROUNDS: Final = 5  # of a tournament
 _MAX_DIGITS: Final = 12  # of a digest, as shown
 
 
@@ -121,6 +122,38 @@ class _LineageGraph:
         known = self.edges.get((source, target))
         text = label if known is None or label in known.label else f"{known.label}; {label}"
         self.edges[source, target] = FlowEdge(source, target, text)
+
+
+def tournament_flow(tournament: Mapping[str, Any]) -> tuple[list[FlowNode], list[FlowEdge]]:
+    """Return the last rounds of a tournament as a graph: a layer per round, and at its end the last comparison.
+
+    A node is a rank before a round, with its loss; an edge leads to each rank that has its weights afterwards.
+
+    Args:
+        tournament: field `tournament` of an entry.
+
+    Raises:
+        AttributeError, IndexError, KeyError, TypeError, ValueError: an entry of an unknown writer has another form.
+    """
+    rounds = list(tournament["rounds"])[-_MAX_ROUNDS:]
+    nodes, edges = [], []
+    for column, played in enumerate([*rounds, tournament]):
+        step = f", step {played['step']:,}" if "step" in played else ""
+        for rank, loss in enumerate(played.get("losses", ())):
+            text = "not finite" if loss is None else f"loss {loss:.4g}"
+            is_best = played is tournament and rank == tournament["winner"]
+            nodes.append(
+                FlowNode(
+                    f"{column}:{rank}", f"rank {rank}", column, "model" if is_best else "run",
+                    note=f"{text}{step}{', the model' if is_best else ''}",
+                )
+            )  # fmt: skip
+            has_lost = {loser: winner for winner, loser in played.get("pairs", ())}
+            if played is not tournament:
+                source = has_lost.get(rank, rank)
+                how = f"takes over rank {source}" if rank in has_lost else "keeps its weights"
+                edges.append(FlowEdge(f"{column}:{source}", f"{column + 1}:{rank}", how))
+    return nodes, edges
 
 
 def lineage_html(lineage: Lineage) -> Markup:

@@ -5,7 +5,9 @@ from urllib.parse import quote
 import pytest
 
 import datasvc
+from datasvc.models import Execution
 from datasvc.testing import small_dataset
+from datasvc.views.provenance import tournament_flow
 from tests.ui.conftest import check_accessible, check_width, running_ui, save_model, texts
 from tests.ui.test_model import HOSTILE, printed
 
@@ -47,6 +49,29 @@ def test_a_run_is_one_node_and_a_removed_version_is_marked(trained):
         assert ">6 versions<" in html
         assert "cnn@6 to cnn@1" in html
         assert "model, removed" in server.get("/lineage/cnn@6")[2]
+
+
+def test_a_tournament_is_drawn_round_by_round(tmp_path):
+    rounds = [
+        {"step": 8, "round": 0, "pairs": [[1, 0]], "losses": [2.5, 1.25, None]},
+        {"step": 16, "round": 1, "pairs": [[1, 2]], "losses": [1.0, 0.875, None]},
+    ]
+    tournament = {"rounds": rounds, "winner": 2, "losses": [0.5, 0.75, 0.25]}
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    repo.models.save("net", {"w": [1.0]}, step=20, execution=Execution(tournament=tournament))
+    repo.models.save("net", {"w": [1.0]}, step=21, execution=Execution(tournament={"rounds": "none"}))
+    with running_ui(tmp_path / "repo") as server:
+        html = server.get("/lineage/net@1")[2]
+        assert "Rounds of its tournament" in html
+        for text in ("loss 1.25, step 8", "not finite, step 16", "loss 0.25, the model", "rank 2"):
+            assert text in html, text
+        status, _, html = server.get("/lineage/net@2")
+        assert (status, "Rounds of its tournament" in html) == (200, False)
+    nodes, edges = tournament_flow(tournament)
+    assert [(edge.source, edge.target) for edge in edges] == [
+        ("0:1", "1:0"), ("0:1", "1:1"), ("0:2", "1:2"), ("1:0", "2:0"), ("1:1", "2:1"), ("1:1", "2:2"),
+    ]  # fmt: skip
+    assert len(nodes) == 9
 
 
 def test_the_lineage_of_a_sample_is_what_trained_on_prints(trained):

@@ -13,7 +13,7 @@ from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.ui.web.links import dataset_link, lineage_link, model_link, run_ref_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
-from datasvc.views.provenance import collapsed_flow
+from datasvc.views.provenance import collapsed_flow, tournament_flow
 
 _MAX_ROWS = 1000
 _NARROW_NODES = 2  # side by side in a window of 400 pixels
@@ -66,8 +66,22 @@ def _version_page(site: Site, version: str) -> Page:
             **_draw_graphs(nodes, edges, f"lineage of {version}"),
             "table": flow_table(nodes, edges, max_rows=_MAX_ROWS),
             "max_rows": _MAX_ROWS,
+            "tournament": _draw_tournament(site, version),
         },
     )
+
+
+def _draw_tournament(site: Site, version: str) -> Markup | None:
+    """Return the rounds of the tournament of a version; None if there was none, or it cannot be drawn."""
+    entry = site.repo.repository.entry(site.repo.models.resolve(version, removed=True))
+    tournament = entry.content.get("tournament")
+    if not tournament:
+        return None
+    try:
+        nodes, edges = tournament_flow(tournament)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # an entry of an unknown writer
+        return None
+    return flow_graph(nodes, edges, title=f"tournament of {version}") if nodes else None
 
 
 def _draw_graphs(nodes: Sequence[FlowNode], edges: Sequence[FlowEdge], title: str) -> dict[str, Markup]:
