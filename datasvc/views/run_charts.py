@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart, stacked_areas
 from datasvc.drawing.numbers import thin_points
-from datasvc.printable import escape_controls
+from datasvc.printable import count_text, escape_controls
 from datasvc.runs.history import RunHistory, Series
 from datasvc.runs.resources import RESOURCES
 from datasvc.views.run_words import STEP_PARTS
@@ -164,17 +164,22 @@ def starts_at_zero(name: str) -> bool:
 
 
 def _marks(history: RunHistory) -> list[ChartMark]:
-    """Return the checkpoints and stalls of a run, the newest ones if there are very many."""
-    marks = []
+    """Return checkpoints, stalls and changes of the ranks of a run, the newest ones if there are very many."""
+    marks, size = [], None
     for event in history.events:
-        step = event.facts.get("step")
-        if event.event not in {"checkpoint", "stall"} or not isinstance(step, int):
+        facts = event.facts
+        step = facts.get("step")
+        if not isinstance(step, int):
             continue
-        is_stall = event.event == "stall"
-        marks.append(ChartMark(step, _mark_text(event.event, event.facts), is_stall, is_minor=not is_stall))
+        if event.event == "checkpoint":
+            marks.append(ChartMark(step, f"checkpoint at step {step}: {facts.get('version')}", is_minor=True))
+        elif event.event == "stall":
+            text = f"stall at step {step}: waited {facts.get('wait_s')} s for data"
+            marks.append(ChartMark(step, text, is_problem=True))
+        elif event.event == "round" and isinstance(facts.get("size"), int):  # of an elastic job
+            if size is not None and size != facts["size"]:
+                marks.append(
+                    ChartMark(step, f"{count_text(facts['size'], 'rank')} from step {step} on, {size} before")
+                )
+            size = facts["size"]
     return marks[-_MAX_MARKS:]
-
-
-def _mark_text(event: str, facts: Mapping[str, Any]) -> str:
-    detail = facts.get("version") if event == "checkpoint" else f"waited {facts.get('wait_s')} s for data"
-    return f"{event} at step {facts['step']}: {detail}"
