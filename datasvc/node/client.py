@@ -7,6 +7,7 @@ import json
 import ssl
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from datasvc.cache.peers.peer_source import tls_context
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Repository
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.threads import map_in_threads
 
@@ -118,9 +120,10 @@ class NodeClient:
         except ValueError as error:
             raise ConfigError(f"{self._url} is not a node of datasvc: its response has no date") from error
 
-    def has_object(self, digest: Digest) -> bool:
-        """Return whether an object is resident on the node. Raise the errors of `status`."""
-        request = urllib.request.Request(f"{self._url}/objects/{digest}", headers=self._headers, method="HEAD")  # noqa: S310 - http(s)
+    def has_object(self, digest: Digest, origin: str) -> bool:
+        """Return whether an object of the repository `origin` is resident. Raise the errors of `status`."""
+        path = f"/objects/{digest}?{urllib.parse.urlencode({'origin': redact_url(origin)})}"
+        request = urllib.request.Request(f"{self._url}{path}", headers=self._headers, method="HEAD")  # noqa: S310 - http(s)
         try:
             with self._opener.open(request, timeout=_TIMEOUT_S):
                 return True
@@ -245,7 +248,7 @@ def find_resident(repository: Repository, ref: str, nodes: Mapping[str, NodeClie
     found: list[dict[str, Any]] = []
     for url, client in nodes.items():
         try:
-            answers = map_in_threads(client.has_object, asked, _REQUESTS_AT_ONCE)
+            answers = map_in_threads(partial(client.has_object, origin=repository.url), asked, _REQUESTS_AT_ONCE)
             resident = [shards[digest] for digest, is_there in zip(asked, answers, strict=True) if is_there]
         except UnavailableError as error:
             found.append({"node": url, "shards": 0, "bytes": 0, "share": 0.0, "error": str(error)})

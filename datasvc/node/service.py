@@ -34,6 +34,7 @@ from datasvc.node.http.connection_limit import BoundedConnections
 from datasvc.node.http.error_responses import check_access, respond_to_errors, stop_after_failure
 from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
 from datasvc.node.http.routes import ObjectRoutes, StageRoutes
+from datasvc.node.http.tenants import NodeAccess, NodeAccesses
 from datasvc.node.settings import NodeSettings
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
@@ -69,28 +70,41 @@ class Service:
         self._peers = _peers(settings)
         self._origins = Origins(settings.repositories, rate_bytes_s=settings.origin_rate_bytes_s)
         with ExitStack() as opening:
-            cache = opening.enter_context(Cache(settings.folder, budget=settings.budget, tenant=settings.tenant))
+            self._cache = opening.enter_context(
+                Cache(settings.folder, budget=settings.budget, tenant=settings.tenant)
+            )
             opening.enter_context(_lock_for_serving(settings.folder))
-            # Two handles of the same cache: staging may read from peers, but fetches for peers read only from the
-            # origin, see `fetching`.
-            staging = opening.enter_context(Cache(settings.folder, tenant=settings.tenant, peers=self._peers))
+            self._loop = asyncio.get_running_loop()
+            whole = self._open_access(opening, None, settings.tenant, self._origins)
+            tenants = {
+                tenant.token: self._open_access(
+                    opening, tenant.name, tenant.name, self._origins.only(tenant.repositories)
+                )
+                for tenant in settings.tenants
+            }
             self._closing = opening.pop_all()  # all parts are open: `close` closes them
-        self._cache = cache
-        self._loop = asyncio.get_running_loop()
-        self._jobs = StageJobs(staging, stop_node=self._fail_from_thread)
-        self._fetches = Fetches(cache)
-        self._sender = Sender(settings.peer_rate_bytes_s, count=partial(cache.count, "served_bytes"))
+        self._accesses = NodeAccesses(settings.token, whole, tenants)
+        self._sender = Sender(settings.peer_rate_bytes_s, count=partial(self._cache.count, "served_bytes"))
         self._started_s = time.monotonic()
+
+    def _open_access(self, opening: ExitStack, tenant: str | None, charged: str, origins: Origins) -> NodeAccess:
+        """Return the access of a tenant, whose caches `opening` closes; None: of the node's own token."""
+        folder = self._settings.folder
+        # Two handles of the same cache: staging may read from peers, but fetches for peers read only from the origin,
+        # see `fetching`.
+        cache, staging = (
+            opening.enter_context(Cache(folder, tenant=charged, peers=peers)) for peers in (None, self._peers)
+        )
+        return NodeAccess(tenant, origins, Fetches(cache), StageJobs(staging, stop_node=self._fail_from_thread))
 
     def application(self) -> web.Application:
         """Return the application of all routes."""
         # The first middleware runs first: access is checked before anything else.
-        access = check_access(self._settings.token, own_hosts(self._settings), self._authorize)
+        access = check_access(self._accesses, own_hosts(self._settings), self._authorize)
         middlewares: list[Middleware] = [access, respond_to_errors, stop_after_failure(self._fail)]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
-        objects = ObjectRoutes(self._fetches, self._origins, self._sender, self._cache.check)
-        application.add_routes(objects.routes())
-        application.add_routes(StageRoutes(self._jobs, self._origins).routes())
+        application.add_routes(ObjectRoutes(self._accesses, self._sender, self._cache.check).routes())
+        application.add_routes(StageRoutes(self._accesses).routes())
         application.add_routes(
             [
                 web.get("/healthz", self._get_health),
@@ -112,7 +126,7 @@ class Service:
             "num_connections": connections.num_open if connections else 0,
             "num_refused_connections": connections.num_refused if connections else 0,
             "max_connections": self._settings.max_connections,
-            "num_fetches": self._fetches.num_in_progress,
+            "num_fetches": sum(access.fetches.num_in_progress for access in self._accesses.all()),
         }
         reports = {} if self._peers is None else self._peers.report()
         return {
@@ -123,7 +137,7 @@ class Service:
             "disk": describe_disk(self._settings.folder),
             "serving": {**asdict(self._sender.sent), **traffic},
             "peers": {url: asdict(report) for url, report in reports.items()},
-            "jobs": [job.describe() for job in self._jobs.all()],
+            "jobs": [job.describe() for access in self._accesses.all() for job in access.jobs.all()],
         }
 
     def limit_connections(self, server: web.Server) -> BoundedConnections:
@@ -139,7 +153,8 @@ class Service:
     def stop(self) -> None:
         """Report "stopping" in `/healthz`, cancel jobs, and fail reads that wait for bandwidth; sending continues."""
         self._is_stopping = True
-        self._jobs.cancel_all()
+        for access in self._accesses.all():
+            access.jobs.cancel_all()
         self._origins.close()
 
     def close(self) -> bool:
@@ -151,7 +166,9 @@ class Service:
         # Stop first, so that no new transfer starts while those in progress end.
         self.stop()
         self._sender.close()
-        have_ended = [part.close(self._settings.grace_s) for part in (self._fetches, self._jobs)]
+        parts = [part for access in self._accesses.all() for part in (access.fetches, access.jobs)]
+        deadline_s = time.monotonic() + self._settings.grace_s
+        have_ended = [part.close(max(0.0, deadline_s - time.monotonic())) for part in parts]
         if all(have_ended):
             self._closing.close()
         return all(have_ended)

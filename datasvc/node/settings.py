@@ -13,7 +13,7 @@ from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
-from datasvc.node.http.auth import TOKEN_VARIABLE, check_exposure, load_token
+from datasvc.node.http.auth import TOKEN_VARIABLE, Tenant, check_exposure, load_token
 
 DEFAULT_PORT = 8765
 
@@ -32,6 +32,7 @@ class NodeSettings:
         host: address to listen on; an address other than loopback requires a token.
         port: port to listen on; 0: any free one.
         token: bearer token of all requests; None: no token is required.
+        tenants: tenants with tokens of their own, see `load_tenants`; they require that the node has one.
         certificate: PEM file of the node's certificate and its issuers; None: plain HTTP.
         certificate_key: PEM file of the private key.
         ca_file: CA certificates for peers with "https"; None: those of the system.
@@ -54,6 +55,7 @@ class NodeSettings:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     token: str | None = field(default=None, repr=False)
+    tenants: tuple[Tenant, ...] = ()
     certificate: Path | None = None
     certificate_key: Path | None = None
     ca_file: Path | None = None
@@ -69,6 +71,10 @@ class NodeSettings:
 
     def __post_init__(self) -> None:
         check_exposure(self.host, self.token)
+        if self.tenants and self.token is None:
+            raise ConfigError("--tenants needs the token of the node too: give --token-file")
+        if self.token in {tenant.token for tenant in self.tenants}:
+            raise ConfigError("a tenant has the token of the node, which may read everything; make a new one")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is out of range; expected 0 to 65535")
         if self.max_connections < 1:

@@ -60,7 +60,7 @@ class PeerServer:
                 peer.answer(self, digest)
 
             def do_POST(self):
-                peer.checked.append(self.path.removeprefix("/objects/").removesuffix("/check"))
+                peer.checked.append(self.path.partition("?")[0].removeprefix("/objects/").removesuffix("/check"))
                 self.answer(200)
 
             def answer(self, status, body=b"", headers=()):

@@ -108,7 +108,7 @@ class Fetcher:
         # First come the nodes that rank above this one for the object (see `placement`): the node with the highest
         # rank reads the object from the origin, and the others read it from that node. Nodes that rank below this one
         # receive a request only after the origin has failed.
-        return [*peers.sources(info, repository.url), origin, *peers.fallback_sources(info)]
+        return [*peers.sources(info, repository.url), origin, *peers.fallback_sources(info, repository.url)]
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:

@@ -92,9 +92,10 @@ class PeerSource:
     Args:
         url: base URL of the peer.
         digest: the object.
-        origin_url: repository from which the peer fetches the object if it lacks it; None: it does not fetch.
+        origin_url: repository of the object.
         settings: connection settings.
         health: health of the peer.
+        may_fetch: whether the peer fetches the object from there if it lacks it.
         tls: TLS context; None for "http".
     """
 
@@ -104,24 +105,26 @@ class PeerSource:
         self,
         url: str,
         digest: Digest,
-        origin_url: str | None,
+        origin_url: str,
         settings: PeerSettings,
         health: PeerHealth,
         *,
+        may_fetch: bool = True,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.name = url
         self._digest = digest
         # The peer uses its own credentials for the origin, so none are sent to it.
-        self._origin_query = {} if origin_url is None else {"origin": redact_url(origin_url)}
+        self._query = {"origin": redact_url(origin_url), **({} if may_fetch else {"fetch": "0"})}
+        self._may_fetch = may_fetch
         self._settings = settings
         self._health = health
         self._tls = tls
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass the bytes to the sink in order, from the calling thread. For errors see `ObjectSource.stream`."""
-        # Without an origin, the peer is a fallback, and `Peers` has not checked its health.
-        if not self._origin_query and not self._health.may_request():
+        # A peer that does not fetch is a fallback, and `Peers` has not checked its health.
+        if not self._may_fetch and not self._health.may_request():
             raise UnavailableError(f"{self.name} is not requested again so soon after a failure")
         with closing(self._receive(info, offset, length)) as views:
             # Errors of the sink are not failures of the peer, so the sink is called outside of `_receive`.
@@ -142,7 +145,8 @@ class PeerSource:
     def _request_check(self) -> None:
         """Request the peer to verify its copy of the object; ignore the answer, which is not trusted."""
         with suppress(OSError, http.client.HTTPException), closing(self._connect()) as connection:
-            connection.request("POST", f"/objects/{self._digest}/check", headers=self._headers())
+            path = f"/objects/{self._digest}/check?{urlencode(self._query)}"
+            connection.request("POST", path, headers=self._headers())
             read_head(connection, silence_s=self._settings.stall_timeout_s).close()
 
     def _receive(self, info: ObjectInfo, offset: int, length: int) -> Generator[memoryview, None, None]:
@@ -168,7 +172,7 @@ class PeerSource:
         self, connection: http.client.HTTPConnection, info: ObjectInfo, offset: int, length: int
     ) -> http.client.HTTPResponse:
         """Request a range of the object; return the checked response, whose body is not read yet."""
-        query = urlencode({**self._origin_query, "size": info.size_bytes})
+        query = urlencode({**self._query, "size": info.size_bytes})
         headers = self._headers()
         if length != info.size_bytes:
             stop = offset + length

@@ -61,13 +61,13 @@ class Peers:
         higher, _ = self._ranked(info.digest)
         return [self._source(url, info, origin_url) for url in higher if self._health_of(url).may_request()]
 
-    def fallback_sources(self, info: ObjectInfo) -> list[PeerSource]:
+    def fallback_sources(self, info: ObjectInfo, origin_url: str) -> list[PeerSource]:
         """Return the peers to read an object from when its origin has failed: those that rank below this node.
 
         These peers send the object only if it is resident there, so requests never wait for each other in a cycle.
         """
         _, lower = self._ranked(info.digest)
-        return [self._source(url, info, None) for url in lower]
+        return [self._source(url, info, origin_url, may_fetch=False) for url in lower]
 
     @property
     def num_nodes(self) -> int:
@@ -96,9 +96,10 @@ class Peers:
         rank = ranked.index(nodes.local_url) if nodes.local_url is not None else len(ranked)
         return ranked[:rank], ranked[rank + 1 :]
 
-    def _source(self, url: str, info: ObjectInfo, origin_url: str | None) -> PeerSource:
+    def _source(self, url: str, info: ObjectInfo, origin_url: str, *, may_fetch: bool = True) -> PeerSource:
         tls = self._tls if url.startswith("https:") else None
-        return PeerSource(url, info.digest, origin_url, self._settings, self._health_of(url), tls=tls)
+        health = self._health_of(url)
+        return PeerSource(url, info.digest, origin_url, self._settings, health, may_fetch=may_fetch, tls=tls)
 
     def _health_of(self, url: str) -> PeerHealth:
         with self._lock:

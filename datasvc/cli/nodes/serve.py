@@ -28,7 +28,8 @@ LogLevelOption = Annotated[
 
 @options_from(
     "node.settings.NodeSettings",
-    in_order="cache repo budget host port token_file tls_cert tls_key ca tls_name peers url tenant max_connections "
+    in_order="cache repo budget host port token_file tls_cert tls_key ca tls_name peers url tenant tenants "
+    "max_connections "
     "peer_rate origin_rate grace log_level as_json",
 )
 def serve(
@@ -46,6 +47,13 @@ def serve(
     url: Annotated[
         str | None,
         typer.Option(help="URL of this node among --peers; default: found by the addresses of this machine."),
+    ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Tenants with tokens of their own, as JSON: their quotas, and the repositories that they may read.",
+        ),
     ] = None,
     peer_rate: Annotated[
         str | None, typer.Option(help="Maximum bytes per second to peers, such as 1GB; default: no limit.")
@@ -65,7 +73,7 @@ def serve(
 
     Prints its address once it accepts connections. A single node does not need a server.
     """
-    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+    from datasvc.node.http.auth import TOKEN_VARIABLE, load_tenants, load_token
     from datasvc.node.server import serve as run_server
     from datasvc.node.settings import NodeSettings
 
@@ -80,6 +88,7 @@ def serve(
         folder=cache,
         repositories=tuple(repo),
         token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)),
+        tenants=() if tenants is None else load_tenants(tenants),
         certificate=tls_cert,
         certificate_key=tls_key,
         ca_file=ca,

@@ -20,7 +20,8 @@ from datasvc.errors import (
     NotFoundError,
     UnavailableError,
 )
-from datasvc.node.http.auth import is_authorized, is_own_host
+from datasvc.node.http.auth import is_own_host
+from datasvc.node.http.tenants import NodeAccesses
 
 # An error gets the status of the first class here that it is an instance of. A peer that gets any of these statuses
 # tries another source.
@@ -35,6 +36,7 @@ _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
 )
 # Load balancers and kubelets request these paths without a token. They reveal only whether the node runs.
 _OPEN_PATHS: Final = frozenset({"/healthz", "/livez"})
+_OPERATOR_PATHS: Final = frozenset({"/status", "/metrics"})
 
 
 def status_of(error: DatasvcError) -> int:
@@ -76,12 +78,13 @@ async def respond_to_errors(request: web.Request, handler: Handler) -> web.Strea
 
 
 def check_access(
-    token: str | None, own_hosts: Collection[str], authorize: Callable[[web.Request], None]
+    accesses: NodeAccesses, own_hosts: Collection[str], authorize: Callable[[web.Request], None]
 ) -> Middleware:
     """Return a middleware that refuses requests without access.
 
     Args:
-        token: bearer token of all requests. None: no token is required, but the `Host` header must name this machine.
+        accesses: finds the access of a request. If no token is required,
+            the `Host` header must name this machine.
             This check prevents DNS rebinding: the author of a web page lets the page's host name point to this
             machine, and the page sends requests to the node from a browser on it.
         own_hosts: names and addresses of this node in the `Host` header, besides those of the loopback.
@@ -96,19 +99,22 @@ def check_access(
             response.force_close()
             return response
         # Check access before the handler runs: without access, a response must not reveal whether a path exists.
-        if not is_authorized(request.headers.get("Authorization"), token):
+        access = accesses.find(request)
+        if access is None:
             refusal = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")
             refusal.headers["WWW-Authenticate"] = "Bearer"
             refusal.force_close()  # so that the connection does not count towards the limits any longer
             return refusal
         host = request.headers.get("Host")
         # A browser always sends `Host`, so a request without this header is not from a web page.
-        if token is None and host is not None and not is_own_host(host, own_hosts):
+        if not accesses.needs_token and host is not None and not is_own_host(host, own_hosts):
             refusal = error_response(
                 421, f"this node is not {host[:80]!r}; use the address that `datasvc serve` prints, or a token"
             )
             refusal.force_close()
             return refusal
+        if access.tenant is not None and request.path in _OPERATOR_PATHS:
+            return error_response(403, f"{request.path} needs the token of the node: it has facts of all tenants")
         authorize(request)
         return await handler(request)
 

@@ -1,9 +1,12 @@
 """The objects of this node's cache, whole or ranges of them, and its staging jobs.
 
     GET  /objects/{digest}                      the object if it is resident, otherwise 404
-    GET  /objects/{digest}?origin=URL&size=N    the object, fetched if needed from URL, an origin of this node
+    GET  /objects/{digest}?origin=URL&size=N    the object, fetched if needed from URL, an origin of this node; not
+                                                fetched with &fetch=0
     HEAD /objects/{digest}                      its size if it is resident, otherwise 404
     POST /objects/{digest}/check                verify it again: {"found": "intact" | "corrupt" | "gone"}
+
+With the token of a tenant, all these need `origin`: one of its repositories, which has the object.
 
 If the object must be fetched, the response starts when it is complete and verified. Until then, the peer that waits
 checks with `/healthz` that the node is running. A peer verifies the bytes again, and requests a check if they are
@@ -29,10 +32,9 @@ from aiohttp import web
 from datasvc.cache.status import Finding
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.node.http.error_responses import error_response
-from datasvc.node.transfers.fetching import Fetches
-from datasvc.node.transfers.origins import Origins
+from datasvc.node.http.tenants import NodeAccess, NodeAccesses
 from datasvc.node.transfers.sending import Sender
-from datasvc.node.transfers.staging_jobs import StageJob, StageJobs
+from datasvc.node.transfers.staging_jobs import StageJob
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.store.redaction import redact_url
@@ -57,21 +59,18 @@ class ObjectRoutes:
     """Handlers of `/objects/`.
 
     Args:
-        fetches: objects of the cache, and fetches in progress for peers.
-        origins: repositories from which objects may be fetched.
+        accesses: finds the access of a request, which has the repositories and the fetches.
         sender: sender of response bodies.
         check: verifies a resident object again; it blocks, and is called in a thread.
     """
 
     def __init__(
         self,
-        fetches: Fetches,
-        origins: Origins,
+        accesses: NodeAccesses,
         sender: Sender,
         check: Callable[[Digest], Finding],
     ) -> None:
-        self._fetches = fetches
-        self._origins = origins
+        self._accesses = accesses
         self._sender = sender
         self._check = check
         self._checking = asyncio.Lock()
@@ -87,22 +86,24 @@ class ObjectRoutes:
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Handle a GET."""
         digest = _digest(request)
-        async with self._fetches.resident(digest) as path:
+        access = await self._checked_access(request, digest)
+        async with access.fetches.resident(digest) as path:
             if path is not None:
                 return await self._respond(request, digest, str(path))
-        if "origin" not in request.query:
+        if "origin" not in request.query or request.query.get("fetch") == "0":
             raise NotFoundError(
                 f"object {digest} is not resident here; add ?origin=URL&size=N, so that this node fetches it"
             )
-        repository = self._origins.find(request.query["origin"])
+        repository = access.origins.find(request.query["origin"])
         info = ObjectInfo(digest, _size(request))
-        async with self._fetches.acquire(info, repository) as fetched:
+        async with access.fetches.acquire(info, repository) as fetched:
             return await self._respond(request, digest, str(fetched))
 
     async def head(self, request: web.Request) -> web.StreamResponse:
         """Handle a HEAD: whether the object is resident, and its size."""
         digest = _digest(request)
-        async with self._fetches.resident(digest) as path:
+        access = await self._checked_access(request, digest)
+        async with access.fetches.resident(digest) as path:
             if path is None:
                 raise NotFoundError(f"object {digest} is not resident here")
             response = web.StreamResponse(headers=_headers(digest))
@@ -112,8 +113,16 @@ class ObjectRoutes:
     async def check(self, request: web.Request) -> web.Response:
         """Handle a POST: verify the object's bytes again."""
         digest = _digest(request)
+        await self._checked_access(request, digest)
         async with self._checking:  # one at a time, so that many requests occupy at most one thread
             return web.json_response({"found": await asyncio.to_thread(self._check, digest)})
+
+    async def _checked_access(self, request: web.Request, digest: Digest) -> NodeAccess:
+        """Return the access of a request. Raise NotFoundError: it is that of a tenant who may not read the object."""
+        access = self._accesses.of(request)
+        if access.tenant is not None:
+            await asyncio.to_thread(access.check_object, digest, request.query.get("origin"))
+        return access
 
     async def _respond(self, request: web.Request, digest: Digest, path: str) -> web.StreamResponse:
         # The file is open until the response is sent: its bytes stay readable even if it is moved to the quarantine.
@@ -204,11 +213,10 @@ def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
 
 
 class StageRoutes:
-    """Handlers of `/stage`, for data sets of the repositories in `origins`."""
+    """Handlers of `/stage`, for data sets of the repositories that a request has access to."""
 
-    def __init__(self, jobs: StageJobs, origins: Origins) -> None:
-        self._jobs = jobs
-        self._origins = origins
+    def __init__(self, accesses: NodeAccesses) -> None:
+        self._accesses = accesses
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
@@ -222,25 +230,27 @@ class StageRoutes:
     async def start(self, request: web.Request) -> web.Response:
         """Start a job. If the reference does not resolve, this request fails, and no job is made."""
         body = await _read_body(request)
-        job = await asyncio.to_thread(self._start, body["ref"], body.get("repo"), body.get("split"))
+        job = await asyncio.to_thread(
+            self._start, self._accesses.of(request), body["ref"], body.get("repo"), body.get("split")
+        )
         return web.json_response(job.describe(), status=202, headers={"Location": f"/stage/{job.id}"})
 
-    async def list(self, _request: web.Request) -> web.Response:
-        """List the jobs."""
-        return web.json_response({"jobs": [job.describe() for job in self._jobs.all()]})
+    async def list(self, request: web.Request) -> web.Response:
+        """List the jobs; of a tenant, its own."""
+        return web.json_response({"jobs": [job.describe() for job in self._accesses.of(request).jobs.all()]})
 
     async def show(self, request: web.Request) -> web.Response:
         """Show a job."""
-        return web.json_response(self._jobs.find(request.match_info["id"]).describe())
+        return web.json_response(self._accesses.of(request).jobs.find(request.match_info["id"]).describe())
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Cancel a job; the objects that have arrived stay resident."""
-        job = self._jobs.find(request.match_info["id"])
+        job = self._accesses.of(request).jobs.find(request.match_info["id"])
         job.cancel()
         return web.json_response(job.describe())
 
-    def _start(self, ref: str, repo: str | None, split: str | None) -> StageJob:
-        dataset = open_dataset(self._origins.find(repo), ref)
+    def _start(self, access: NodeAccess, ref: str, repo: str | None, split: str | None) -> StageJob:
+        dataset = open_dataset(access.origins.find(repo), ref)
         # A condition would read the data set in this process, and write to the repository.
         if isinstance(dataset, ViewedDataset) and not dataset.is_stored:
             raise ConfigError(
@@ -249,7 +259,7 @@ class StageRoutes:
             )
         # Remove credentials from the URL, because `/stage` shows the labels to every client.
         labels = {"repo": redact_url(dataset.repository.url), "ref": dataset.title, "split": split or ""}
-        return self._jobs.start(choose_split(dataset, split), labels)
+        return access.jobs.start(choose_split(dataset, split), labels)
 
 
 async def _read_body(request: web.Request) -> dict[str, str]:

@@ -108,6 +108,14 @@ class Origins:
         """Return the URLs of the repositories without credentials."""
         return sorted({redact_url(repository.url) for repository in self._repositories.values()})
 
+    def only(self, urls: Sequence[str]) -> Origins:
+        """Return origins with some of these repositories. Raise NotFoundError: one of `urls` is none of them."""
+        chosen = Origins([])
+        for url in urls:
+            repository = self.find(url)
+            chosen._repositories |= {_normalized(url): repository, _normalized(repository.url): repository}
+        return chosen
+
     def close(self) -> None:
         """Make reads that wait for the rate limit fail."""
         self._closing.set()

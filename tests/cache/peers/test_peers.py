@@ -326,18 +326,18 @@ def test_when_the_origin_has_failed_those_that_rank_below_are_asked_for_what_the
     upper, own, lower = rank_nodes(INFO.digest, nodes)
     peers = Peers(FixedMembership(nodes, local_url=own), PATIENT)
     assert [source.name for source in peers.sources(INFO, ORIGIN)] == [upper]
-    assert [source.name for source in peers.fallback_sources(INFO)] == [lower]
+    assert [source.name for source in peers.fallback_sources(INFO, "/repo")] == [lower]
 
 
-def test_a_fallback_peer_gets_no_origin_and_is_paused_after_a_failure(peer):
+def test_a_fallback_peer_is_told_not_to_fetch_and_is_paused_after_a_failure(peer):
     others = (f"http://node-{number}:1" for number in count())  # One ranks above the peer, whatever port that has.
     own = next(url for url in others if rank_nodes(INFO.digest, [url, peer.url])[0] == url)
     peers = Peers(FixedMembership([own, peer.url], local_url=own), PATIENT)
-    (holder,) = peers.fallback_sources(INFO)
+    (holder,) = peers.fallback_sources(INFO, "/repo")
     content = bytearray()
     holder.stream(INFO, 0, INFO.size_bytes, lambda _, view: content.extend(view))
     assert content == CONTENT
-    assert peer.requests == [(INFO.digest, None, {"size": [str(len(CONTENT))]})]
+    assert peer.requests == [(INFO.digest, None, {"origin": ["/repo"], "fetch": ["0"], "size": [str(len(CONTENT))]})]
     peer.fault = 503
     for message in ("busy", "so soon after a failure"):
         with pytest.raises(UnavailableError, match=message):
