@@ -287,6 +287,15 @@ class AccessOrder:
         """
         return np.arange(len(shards)), self.positions_of(shards, rows)
 
+    def samples_at(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return all samples at some positions, by ascending index of the position.
+
+        Returns:
+            The index in `positions` of the position that serves each sample, its shard and its row: `int64[n]` each.
+            A position serves one sample, and with packs several.
+        """
+        return np.arange(len(positions)), *self.locate(positions)
+
     @cached_property
     def windows(self) -> ShardWindows:
         """Positions that may need each shard; prefetch and eviction use them."""

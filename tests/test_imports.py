@@ -137,7 +137,13 @@ ALLOWED["datasvc.integrations"] = ALLOWED["datasvc.api"] | {
 # folder of the package itself; its `__init__` is on top unless it is listed.
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
-    "datasvc.shards": ["format images lines", "sources", "versions", "history ingestion query export", "views"],
+    "datasvc.shards": [
+        "format images lines",
+        "sources packing",
+        "versions",
+        "history ingestion query export",
+        "views",
+    ],
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
     "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch"],
     "datasvc.models": [

@@ -62,6 +62,8 @@ class SplitDatasource(Datasource):
         cache: str | Path | None = None,
     ) -> None:
         super().__init__()
+        if split.packs is not None:
+            raise ConfigError(f"{split!r} is packed, which only a TokenLoader reads; give the split without packs")
         if not 0 <= start <= len(split):
             raise ConfigError(f"start is {start}; expected a position in 0..{len(split)} of {split!r}")
         names = split.table.sample_schema.names if columns is None else columns

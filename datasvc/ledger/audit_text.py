@@ -148,13 +148,16 @@ class SampleNames:
         self._keys = SplitKeys(repository.objects, self._split.table)
 
     def keys(self, epoch: int, positions: Sequence[int]) -> list[str]:
-        """Return the keys of the samples at positions of an epoch, in the given order.
+        """Return the keys of the samples at positions of an epoch, in the given order; of a pack, all with " + ".
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the repository cannot be read.
         """
         order = self._split.access_order(self._config, epoch)
-        shards, rows = order.locate(np.asarray(positions, np.int64))
+        indices, shards, rows = order.samples_at(np.asarray(positions, np.int64))
         # Read the sample index of each shard once, even if several positions are in the shard.
         keys = {shard: self._keys.read(shard).keys for shard in np.unique(shards).tolist()}
-        return [keys[shard][row].as_py() for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
+        found: list[list[str]] = [[] for _ in positions]
+        for index, shard, row in zip(indices.tolist(), shards.tolist(), rows.tolist(), strict=True):
+            found[index].append(keys[shard][row].as_py())
+        return [" + ".join(each) for each in found]

@@ -92,10 +92,8 @@ def open_loader(
     }
     samples, kind = open_samples(repository, use), settings.pop("kind")
     if kind == "tokens":
-        stored = TokenFormat(**settings["tokens"])
-        loader: Loader[Any] = TokenLoader(
-            samples, **common, tokens=stored, labels=settings["labels"], documents=settings["documents"], prefetch=0
-        )
+        stored = TokenFormat(**settings.pop("tokens"))
+        loader: Loader[Any] = TokenLoader(samples, **common, tokens=stored, **settings, prefetch=0)
     elif kind == "images":
         loader = _open_images(samples, common, settings, transform=transform)
     else:

@@ -182,7 +182,7 @@ def count_samples(repository: Repository, order: ReadOrder) -> int:
     """Return the samples of an epoch of an order. Raises NotFoundError: its data is not in the repository."""
     if order.mix is not None:
         return order.mix.epoch_samples
-    return read_recorded_table(repository, order.tables[0], order.names[0]).num_samples
+    return read_recorded_table(repository, order.tables[0], order.names[0]).num_positions
 
 
 def read_recorded_table(repository: Repository, digest: Digest, name: str) -> ShardTable:

@@ -43,9 +43,9 @@ def choose_order(
 
 def check_num_steps(samples: Split | Mixture, *, batch_size: int, world_size: int, tail: Tail) -> None:
     """Raise ConfigError if there are fewer samples than ranks, or an epoch has no step."""
-    if len(samples) < world_size:
+    if samples.num_positions < world_size:
         raise ConfigError(f"{samples!r} has fewer samples than there are ranks: {world_size}; use fewer ranks")
-    if not count_steps(0, len(samples), batch_size * world_size, tail):
+    if not count_steps(0, samples.num_positions, batch_size * world_size, tail):
         raise ConfigError(
             f"{samples!r} gives no full batch of {batch_size} x {count_text(world_size, 'rank')} with "
             "tail='drop'; use smaller "

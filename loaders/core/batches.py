@@ -64,6 +64,15 @@ class SampleBatch(NamedTuple):
         """Whether the global batch contains padding samples; this rank's part may have none."""
         return self.step.stop > self.step.num_samples
 
+    def places(self) -> tuple[Integers, Integers, Integers]:
+        """Return split, shard and row of each sample, `int64[n]` each; of packs, of each document in their order."""
+        pieces = [(part.indices, part.pieces.places, part.rows) for part in self.parts if part.pieces is not None]
+        if not pieces:
+            return self.sources, self.shards, self.rows
+        indices, places, rows = (np.concatenate(values) for values in zip(*pieces, strict=True))
+        order = np.lexsort((places, indices))
+        return self.sources[indices[order]], self.shards[indices[order]], rows[order]
+
     @property
     def sample_shards(self) -> list[Shard]:
         """The shard of each sample, in the order of `positions`."""
@@ -77,6 +86,8 @@ class SampleBatch(NamedTuple):
             return self.parts
         return [
             ShardPart(part.shard, part.indices[is_kept], part.rows[is_kept])
+            if part.pieces is None
+            else part  # packs: the documents that are masked are in `is_masked`
             for part in self.parts
             if (is_kept := ~self.masked[part.indices]).any()
         ]
@@ -212,7 +223,7 @@ class SampleBatches:
             cursor = Cursor(cursor.epoch + 1, 0)
 
     def find_places(self, cursor: Cursor) -> BatchPositions:
-        """Return where the samples of the batch at a cursor are stored. No shard is opened.
+        """Return where the samples of the batch at a cursor are stored; of packs, all documents. No shard is opened.
 
         Raises:
             ConfigError: the epoch has no batch there.
@@ -221,15 +232,26 @@ class SampleBatches:
         if located is None:
             raise ConfigError(f"no batch begins at position {cursor.position} of epoch {cursor.epoch}")
         _, positions, mask, locations, by_split = located
-        rows = locations.rows.copy()
+        found: list[tuple[Integers, Integers]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
         places: list[tuple[str, int, Integers, Integers]] = []
+        start = 0  # of the samples of a shard among all
         for number, by_shard in by_split.items():
             split = self._readers[number].split
             for shard, indices in by_shard:
-                rows[indices] = split.stored_rows(shard, locations.rows[indices])
-                places.append((split.digest, shard, indices, rows[indices]))
-        is_masked = self._masks.find(cursor.epoch, positions, places) & mask
-        return BatchPositions(positions, mask, is_masked, locations.sources, locations.shards, rows)
+                rows = locations.rows[indices]
+                if split.packs is not None:
+                    index, pieces = split.packs.pieces(shard, rows)
+                    indices, rows = indices[index], pieces.rows  # noqa: PLW2901 - the documents in place of the packs
+                stored = split.stored_rows(shard, rows)
+                found.append((indices, stored))
+                places.append((split.digest, shard, np.arange(start, start + len(stored)), stored))
+                start += len(stored)
+        index, rows = (np.concatenate(values) for values in zip(*found, strict=True))
+        is_masked = self._masks.find(cursor.epoch, positions[index], places) & mask[index]
+        order = np.argsort(index, kind="stable")
+        at = index[order]
+        sources, shards = locations.sources[at], locations.shards[at]
+        return BatchPositions(positions[at], mask[at], is_masked[order], sources, shards, rows[order])
 
     def retire(self, batch: SampleBatch) -> None:
         """Record that `batch` and all earlier ones are handed over; release the shards that no later batch needs."""
@@ -244,7 +266,11 @@ class SampleBatches:
     def describe(self, batch: SampleBatch, index: int) -> str:
         """Return the name of one sample for messages: split, shard and key."""
         reader = self._readers[int(batch.sources[index])]
-        return reader.describe(int(batch.shards[index]), int(batch.rows[index]), batch.sample_shards[index])
+        shard, opened = int(batch.shards[index]), batch.sample_shards[index]
+        rows = [part.rows[part.indices == index] for part in batch.parts if part.pieces is not None]
+        if rows:  # of a pack: any of its documents may be meant
+            return " + ".join(reader.describe(shard, row, opened) for row in np.concatenate(rows).tolist())
+        return reader.describe(shard, int(batch.rows[index]), opened)
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
         """Open the shards of a step, and return views of its samples."""
@@ -258,8 +284,10 @@ class SampleBatches:
         for number, by_shard in by_split.items():
             reader = self._readers[number]
             opened = reader.open(by_shard, locations.rows)
+            if reader.split.packs is not None:
+                self._mask_pieces(epoch, positions, reader.split.digest, by_shard, opened)
             parts += opened
-            if self._masks.masked:
+            if self._masks.masked and reader.split.packs is None:
                 places += [
                     (reader.split.digest, shard, part.indices, part.rows)
                     for (shard, _), part in zip(by_shard, opened, strict=True)
@@ -277,7 +305,10 @@ class SampleBatches:
         if self._masks.masked:
             is_masked = self._masks.find(epoch, positions, places)
         for part in parts:
-            if len(part.shard.redacted):  # purged samples
+            if part.pieces is not None:
+                is_masked[part.indices] = True
+                is_masked[part.indices[~part.pieces.is_masked]] = False
+            elif len(part.shard.redacted):  # purged samples
                 is_masked[part.indices] |= np.isin(part.rows, part.shard.redacted)
         is_masked &= mask
         masked = is_masked if is_masked.any() else None
@@ -294,6 +325,23 @@ class SampleBatches:
             locations.sources,
             masked,
         )
+
+    def _mask_pieces(
+        self,
+        epoch: int,
+        positions: Integers,
+        table: str,
+        by_shard: Sequence[tuple[int, Integers]],
+        parts: Sequence[ShardPart],
+    ) -> None:
+        """Write which documents of packs are masked or purged to the pieces of the parts of a split."""
+        for (shard, _), part in zip(by_shard, parts, strict=True):
+            assert part.pieces is not None
+            if self._masks.masked:
+                places = [(table, shard, np.arange(len(part.rows)), part.rows)]
+                part.pieces.is_masked[:] = self._masks.find(epoch, positions[part.indices], places)
+            if len(part.shard.redacted):
+                part.pieces.is_masked[:] |= np.isin(part.rows, part.shard.redacted)
 
     def _reference_shards(self, epoch: int, located: LocatedStep) -> None:
         """Add references to all shards that the batch needs, so that they stay open until the batch is retired."""

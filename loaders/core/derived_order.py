@@ -194,4 +194,4 @@ def find_available_bytes(samples: Split | Mixture, cache: Cache) -> int:
 
 def samples_per_shard(samples: Split | Mixture) -> Integers:
     """Return the number of samples in each shard of all splits: `int64[num_shards]`."""
-    return np.concatenate([split.table.samples_per_shard for split in splits_of(samples)])
+    return np.concatenate([split.table.positions_per_shard for split in splits_of(samples)])

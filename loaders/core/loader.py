@@ -106,6 +106,8 @@ class Loader(ABC, Generic[B]):
         check_sizes(batch_size=batch_size)
         if prefetch < 0:
             raise ConfigError(f"prefetch is {prefetch}; expected at least 0")
+        if (blob or columns) and any(part.packs is not None for part in splits_of(split)):
+            raise ConfigError(f"{split!r} is packed, which only a TokenLoader reads; give the split without packs")
         self.split = split
         self.batch_size = batch_size
         self.training = training
@@ -116,7 +118,7 @@ class Loader(ABC, Generic[B]):
         self._prefetch = prefetch
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
-        self._full_until = len(split) - self._global_batch + 1
+        self._full_until = split.num_positions - self._global_batch + 1
         # Whether lanes and block are derived below; then `load_state_dict` may replace them.
         self._is_derived = order is None and shuffle == "windowed"
         self.order = choose_order(
@@ -178,7 +180,7 @@ class Loader(ABC, Generic[B]):
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
-        return count_steps(0, len(self.split), self._global_batch, self.tail)
+        return count_steps(0, self.split.num_positions, self._global_batch, self.tail)
 
     @property
     def epoch(self) -> int:
@@ -192,7 +194,7 @@ class Loader(ABC, Generic[B]):
     @property
     def progress(self) -> float:
         """Epochs served so far, with a fraction for the current one. Batch size and world size do not matter."""
-        return self._reported_cursor.epoch + self._reported_cursor.position / len(self.split)
+        return self._reported_cursor.epoch + self._reported_cursor.position / self.split.num_positions
 
     @property
     def steps_left(self) -> int:
@@ -360,7 +362,7 @@ class Loader(ABC, Generic[B]):
         return not self.training and not self._is_loaded
 
     def _count_steps_left(self, cursor: Cursor) -> int:
-        return count_steps(cursor.position, len(self.split), self._global_batch, self.tail)
+        return count_steps(cursor.position, self.split.num_positions, self._global_batch, self.tail)
 
     def _end_epoch(self) -> None:
         """Move the cursor to the next epoch, and record the samples that this one drops."""
@@ -430,7 +432,7 @@ class Loader(ABC, Generic[B]):
             order={name: value for name, value in state.items() if name not in {"epoch", "position"}},
             # Without what a view selects: the audit reads the version by this name, and the view by its digest.
             source=" + ".join(f"{split.dataset}/{split.name}" for split in splits_of(self.split)),
-            num_samples=len(self.split),
+            num_samples=self.split.num_positions,
             ranks=self.ranks,
             batch_size=self.batch_size,
             tail=self.tail,
@@ -454,7 +456,7 @@ class Loader(ABC, Generic[B]):
                 batch = self._in_progress.popleft()
                 if isinstance(finished, Batch):
                     # Not a replacement: batches are frozen for their users, and this one has none yet.
-                    places = BatchPlaces(self._keys, batch.sources, batch.shards, batch.rows)
+                    places = BatchPlaces(self._keys, *batch.places())
                     object.__setattr__(finished, "places", places)
                 timer.num_samples = len(batch.positions)
                 self._num_decoding -= timer.num_samples > 0  # `_fill` did not count empty batches

@@ -55,7 +55,7 @@ class SplitLocator:
 
     def __init__(self, reader: SplitReader, lanes: int) -> None:
         self._reader = reader
-        self.num_samples = len(reader.split)
+        self.num_samples = reader.split.num_positions
         self.lanes = lanes
 
     def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:

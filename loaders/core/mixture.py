@@ -102,7 +102,9 @@ class Mixture:
             raise ConfigError(f"block is {block}; expected at least 1")
         self.stages: tuple[MixStage, ...] = tuple(self._place_stages([part for part, _ in pairs], stages))
         self._check()
-        default_samples = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
+        default_samples = sum(
+            split.num_positions for split, weight in zip(self.splits, self.weights, strict=True) if weight
+        )
         self.epoch_samples = default_samples if epoch_samples is None else epoch_samples
         if self.epoch_samples < 1:
             raise ConfigError(f"epoch_samples is {epoch_samples}; expected at least 1")
@@ -110,6 +112,11 @@ class Mixture:
             self.order(0)  # checks the weights of ramps
 
     def __len__(self) -> int:
+        return self.epoch_samples
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of an epoch: `epoch_samples`."""
         return self.epoch_samples
 
     def __repr__(self) -> str:
@@ -136,7 +143,7 @@ class Mixture:
     def order(self, seed: int) -> MixOrder:
         """Return the order that assigns positions to splits, for a loader's seed."""
         return MixOrder(
-            [len(split) for split in self.splits],
+            [split.num_positions for split in self.splits],
             self.weights,
             epoch_samples=self.epoch_samples,
             block=self.block,
@@ -192,7 +199,7 @@ class Mixture:
                     "weights"
                 )
             names[split.digest] = name
-            if split in weighted_splits(self) and not len(split):
+            if split in weighted_splits(self) and not split.num_positions:
                 raise ConfigError(f"{name} has a weight and no samples; leave it out, or give it the weight 0")
             for weights in (self.weights, *(stage.weights for stage in self.stages)):
                 if 0 < weights[number] * self.block < sum(weights):
@@ -208,6 +215,8 @@ def check_samples(samples: object, *, or_mixture: bool = True) -> None:
 
     The message says how to get a split from what was given.
     """
+    if isinstance(samples, Split) and not or_mixture and samples.packs is not None:
+        raise ConfigError(f"{samples!r} is packed, which only a TokenLoader reads; give the split without packs")
     if isinstance(samples, Split) or (or_mixture and isinstance(samples, Mixture)):
         return
     if isinstance(samples, DatasetVersion):
@@ -268,7 +277,7 @@ def clock_steps(samples: Split | Mixture) -> list[int | None]:
     """
     if not isinstance(samples, Mixture):
         return [None]
-    sizes = [split.table.size_bytes / max(1, len(split)) for split in samples.splits]
+    sizes = [split.table.size_bytes / max(1, split.num_positions) for split in samples.splits]
     steps: list[int | None] = [None] * len(sizes)
     for weights in (samples.weights, *(stage.weights for stage in samples.stages)):
         total = sum(size * weight for size, weight in zip(sizes, weights, strict=True))

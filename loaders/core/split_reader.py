@@ -20,6 +20,7 @@ from datasvc.order import AccessOrder, OrderConfig
 from datasvc.printable import count_text
 from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.format.schema import LABEL
+from datasvc.shards.packing.packs import Packs
 
 
 class Cursor(NamedTuple):
@@ -29,18 +30,36 @@ class Cursor(NamedTuple):
     position: int
 
 
+class Pieces(NamedTuple):
+    """Which tokens of documents a batch has, and where in its blocks.
+
+    Attributes:
+        starts: `int64[k]`, position of the first token in the document.
+        sizes: `int64[k]`, number of tokens.
+        places: `int64[k]`, position of the first token in the block.
+        is_masked: `bool[k]`, True for documents that the run masks.
+    """
+
+    starts: Integers
+    sizes: Integers
+    places: Integers
+    is_masked: npt.NDArray[np.bool_]
+
+
 class ShardPart(NamedTuple):
-    """The samples of a batch that are in one shard.
+    """The samples of a batch that are in one shard; of a packed split, the documents of its packs.
 
     Attributes:
         shard: the shard, which stays open while it is referenced.
-        indices: `int64[k]` ascending, indices of the samples in the batch.
+        indices: `int64[k]` ascending, indices of the samples in the batch. The documents of a pack have the same one.
         rows: `int64[k]`, rows of the samples in the shard's file.
+        pieces: the tokens of the documents, pack after pack; None if the split is not packed.
     """
 
     shard: Shard
     indices: Integers
     rows: Integers
+    pieces: Pieces | None = None
 
 
 class SplitReader:
@@ -112,8 +131,10 @@ class SplitReader:
         Args:
             by_shard: shards with the indices of their samples in the batch.
             rows: `int64[n]`, rows of all samples of the batch, from `locate`. Changed in place: after the call, rows
-                in these shards count deleted samples.
+                in these shards count deleted samples. Numbers of packs are not changed.
         """
+        if self.split.packs is not None:
+            return self._open_packs(self.split.packs, by_shard, rows)
         stored_rows: dict[int, Integers] = {}
         for shard, indices in by_shard:
             located = rows[indices]
@@ -122,6 +143,23 @@ class SplitReader:
                 rows[indices] = stored_rows[shard]
         opened = self._shards.get_all(stored_rows)
         return [ShardPart(opened[shard], indices, stored_rows[shard]) for shard, indices in by_shard]
+
+    def _open_packs(
+        self, packs: Packs, by_shard: Sequence[tuple[int, Integers]], numbers: Integers
+    ) -> list[ShardPart]:
+        """Return the documents of the packs of a batch that are in this split's shards."""
+        chosen = {shard: packs.pieces(shard, numbers[indices]) for shard, indices in by_shard}
+        rows = {shard: self.split.stored_rows(shard, pieces.rows) for shard, (_, pieces) in chosen.items()}
+        opened = self._shards.get_all({shard: np.unique(each) for shard, each in rows.items()})
+        parts = []
+        for shard, indices in by_shard:
+            index, pieces = chosen[shard]
+            stops = np.cumsum(pieces.sizes)
+            firsts = np.cumsum(pieces.counts) - pieces.counts  # first piece of each pack
+            places = stops - pieces.sizes - (stops - pieces.sizes)[firsts][index]
+            found = Pieces(pieces.starts, pieces.sizes, places, np.zeros(len(index), np.bool_))
+            parts.append(ShardPart(opened[shard], indices[index], rows[shard], found))
+        return parts
 
     def retire(self, cursor: Cursor, batch: Cursor) -> None:
         """Record that the batch that starts at `batch` is handed over. The split's order is then at `cursor`."""
@@ -204,4 +242,4 @@ class SplitReader:
                 if self._config.shuffle == "global"
                 else OrderedUses(self._shards, order, start)
             )
-        self._epoch_uses[epoch].advance(len(self.split) if stop is None else stop)
+        self._epoch_uses[epoch].advance(self.split.num_positions if stop is None else stop)

@@ -61,7 +61,9 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
             "loader that mixture"
         )
     order_state = OrderState.from_dict(state)
-    order_state.check_matches(samples.digest, order, len(samples), name_table=partial(name_split_table, samples))
+    order_state.check_matches(
+        samples.digest, order, samples.num_positions, name_table=partial(name_split_table, samples)
+    )
     return Cursor(order_state.epoch, order_state.position)
 
 
@@ -104,9 +106,9 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
         )
     _check_same(state, expected)
     cursor = Cursor(state["epoch"], state["position"])
-    if cursor.position > len(samples):
+    if cursor.position > samples.num_positions:
         raise StateMismatchError(
-            f"the state's position {cursor.position} is outside 0..{len(samples)}; restore another state"
+            f"the state's position {cursor.position} is outside 0..{samples.num_positions}; restore another state"
         )
     return cursor
 

@@ -107,6 +107,12 @@ def choose_format(
     return BlockFormat(column, block_tokens, _integer_type(token_dtype), is_ragged=not is_fixed)
 
 
+def find_stored_size(schema: pa.Schema, column: str) -> int | None:
+    """Return the size of the lists of a column; None if it has no fixed one, or does not exist."""
+    kind = schema.field(column).type if column in schema.names else None
+    return kind.list_size if kind is not None and pa.types.is_fixed_size_list(kind) else None
+
+
 class StoredBlocks:
     """Finds the blocks of one shard in its record batches, and copies them.
 
@@ -156,6 +162,33 @@ class StoredBlocks:
         else:
             out[indices] = self.gather(rows)
 
+    def join(
+        self, rows: Integers, starts: Integers, sizes: Integers, is_masked: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[Any]:
+        """Return a copy of some tokens of the blocks of `rows`, one block after another: `dtype[sizes.sum()]`.
+
+        Args:
+            rows: `int64[k]`, rows of the blocks.
+            starts: `int64[k]`, the first token of each.
+            sizes: `int64[k]`, the number of tokens of each.
+            is_masked: `bool[k]`, True for blocks whose tokens are zeros in the result.
+        """
+        item_bytes = self.format.dtype.itemsize
+        firsts = self._starts[rows] + starts * item_bytes
+        stops = firsts + sizes * item_bytes
+        views = [memoryview(area.data) for area in self._areas]
+        # `bytes.join` of views copies a document in a fraction of the time of an assignment or of a gather.
+        if len(views) == 1:
+            parts: list[Any] = [
+                views[0][first:stop] for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True)
+            ]
+        else:
+            where = zip(self._area_of[rows].tolist(), firsts.tolist(), stops.tolist(), strict=True)
+            parts = [views[area][first:stop] for area, first, stop in where]
+        for index in np.flatnonzero(is_masked).tolist():
+            parts[index] = bytes(int(sizes[index]) * item_bytes)
+        return np.frombuffer(b"".join(parts), self.format.dtype)
+
     def gather(self, rows: Integers) -> npt.NDArray[Any]:
         """Return a copy of the blocks of `rows`, `dtype[k, block_tokens]`; for short blocks, see `copy`."""
         if len(self._areas) == 1:
@@ -184,28 +217,35 @@ class StoredLists:
 
     Args:
         column: the column; null counts as an empty list.
+        dtype: dtype of the values in memory.
+        what: what a list is, for messages.
+
+    Attributes:
+        counts: `int64[samples]`, number of values of each list.
+        starts: `int64[samples]`, index of the first value of each list in `values`.
+        values: `dtype[n]`, the values of all lists.
 
     Raises:
         ConfigError: a list contains null.
     """
 
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        self._counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
-        self._starts = np.cumsum(self._counts) - self._counts
+    def __init__(
+        self, column: pa.ChunkedArray, dtype: npt.DTypeLike = np.int64, what: str = "a list of document starts"
+    ) -> None:
+        self.counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+        self.starts = np.cumsum(self.counts) - self.counts
         values = pc.list_flatten(column)
         if values.null_count:
-            raise ConfigError(
-                "a list of document starts has null in a list element; expected integers: ingest the data again"
-            )
-        self._values = values.to_numpy().astype(np.int64, copy=False)
+            raise ConfigError(f"{what} has null in a list element; expected integers: ingest the data again")
+        self.values = values.to_numpy().astype(dtype, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
         """Return, for each value in the lists of `rows`, the index of its list in `rows`, and the value."""
-        counts = self._counts[rows]
+        counts = self.counts[rows]
         ends = np.cumsum(counts)
-        # Positions in `_values`: a list begins there at `_starts[row]`, and in the result at `ends - counts`.
-        positions = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
-        return np.repeat(np.arange(len(rows)), counts), self._values[positions]
+        # Positions in `values`: a list begins there at `starts[row]`, and in the result at `ends - counts`.
+        positions = np.repeat(self.starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
+        return np.repeat(np.arange(len(rows)), counts), self.values[positions]
 
 
 def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Integers, Integers]:

@@ -20,7 +20,8 @@ from datasvc.loaders.core.batch import Batch, register_tree
 from datasvc.loaders.core.batches import SampleBatch, ShardPart
 from datasvc.loaders.core.pinned import BufferRing
 from datasvc.loaders.core.sample_keys import BatchPlaces
-from datasvc.loaders.tokens.token_blocks import StoredBlocks, StoredLists, choose_format
+from datasvc.loaders.tokens.packed_blocks import LossMasks, copy_packs, ignore_masked
+from datasvc.loaders.tokens.token_blocks import StoredBlocks, StoredLists, choose_format, find_stored_size
 from datasvc.shards import Shard
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER
 from datasvc.shown import Shown
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 Labels = Literal["across", "within"] | None
+Documents = bool | Literal["cu_seqlens"]
 
 # Number of batches whose memory is reused. If the caller keeps more batches, each further one gets new memory.
 _NUM_REUSED: Final = 4
@@ -65,8 +67,10 @@ class TokenConfig:
         pad: token to write into padding. None keeps the stored values, and writes 0 after short lists.
         labels: "across": the label of a token is the next token; "within": only if that is in the same document;
             None: no labels.
-        documents: whether to compute document ids, position ids and segments.
-        end: token that ends a document; None: use the column `document_starts`.
+        documents: whether to compute document ids, position ids and segments; "cu_seqlens": segments only.
+        end: token that ends a document; None: use the column `document_starts`, or the samples of packs.
+        packed: whether each block is a pack of samples, which are documents.
+        loss_mask: column that says which tokens are labels; None: all.
     """
 
     column: str
@@ -76,13 +80,15 @@ class TokenConfig:
     lengths_are_needed: bool
     pad: int | None
     labels: Labels
-    documents: bool
+    documents: Documents
     end: int | None
+    packed: bool = False
+    loss_mask: str | None = None
 
     @property
     def needs_segments(self) -> bool:
         """Whether the blocks must be divided into segments, each of one document."""
-        return self.documents or self.labels == "within"
+        return bool(self.documents) or self.labels == "within"
 
 
 class TokenDecoder:
@@ -113,6 +119,7 @@ class TokenDecoder:
         self._shards: weakref.WeakKeyDictionary[Shard, _TokenShard] = weakref.WeakKeyDictionary()
         # Starts of documents. They are not in `_TokenShard`, because they are read only if they are needed.
         self._starts: weakref.WeakKeyDictionary[Shard, StoredLists] = weakref.WeakKeyDictionary()
+        self._loss_masks = None if config.loss_mask is None else LossMasks(config.loss_mask)
         self._in_progress: deque[SampleBatch] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
@@ -123,7 +130,7 @@ class TokenDecoder:
         """See `BatchDecoder`."""
         # All work is done here and not in threads, because it takes less time than a switch of threads.
         batch = self._in_progress.popleft()
-        tokens, length = self._gather(batch)
+        tokens, length = self._gather_packs(batch) if self._config.packed else self._gather(batch)
         config, count, block_tokens = self._config, len(tokens), tokens.shape[1]
         # What is not requested stays None.
         labels = documents = positions = segment_bounds = longest = segments = None
@@ -132,13 +139,19 @@ class TokenDecoder:
         if config.labels is not None:
             labels = self._labels.take()[:count]
             write_labels(tokens, length, labels, segments=segments if config.labels == "within" else None)
+            ignore_masked(batch, labels, IGNORED)
+            if self._loss_masks is not None:
+                counted = self._loss_masks.read(batch, length, block_tokens)
+                labels[:, :-1][~counted[:, 1:]] = IGNORED
         if config.documents:
+            assert segments is not None
+            segment_bounds = np.append(segments, tokens.size).astype(np.int32)
+            longest = int(segment_sizes(segments, tokens.size).max(initial=0))
+        if config.documents is True:
             assert segments is not None
             documents, positions = self._documents.take()[:count], self._positions.take()[:count]
             number_documents(segments, length, block_tokens, documents)
             number_positions(segments, positions)
-            segment_bounds = np.append(segments, tokens.size).astype(np.int32)
-            longest = int(segment_sizes(segments, tokens.size).max(initial=0))
         return TokenBatch(
             tokens=tokens,
             length=length,
@@ -150,6 +163,7 @@ class TokenDecoder:
             position_ids=positions,
             cu_seqlens=segment_bounds,
             max_seqlen=longest,
+            document_counts=self._count_documents(batch) if config.packed else None,
             sources=batch.sources if self._is_mixture else None,
         )
 
@@ -186,6 +200,25 @@ class TokenDecoder:
             # Write zeros after the stored tokens of short blocks. Keep stored tokens, even those after `length`.
             _write_padding(tokens, num_stored, 0)
         return tokens, length
+
+    def _gather_packs(self, batch: SampleBatch) -> tuple[Integers, Integers]:
+        """Return the packs of a batch, `int64[n, block]`, and the number of tokens of each, `int64[n]`."""
+        tokens = self._tokens.take()[: len(batch.positions)]
+        length = np.zeros(len(tokens), np.int64)
+        for part in batch.parts:
+            assert part.pieces is not None
+            blocks = self._open_shard(part).blocks
+            copy_packs(blocks, part, part.pieces, tokens, length)
+            if blocks.format.may_be_negative:
+                self._check_sign(batch, part._replace(indices=np.unique(part.indices)), tokens, length)
+        if batch.has_padding or batch.masked is not None:
+            length[~batch.mask] = 0  # nothing of a masked pack reaches a model
+        _write_padding(tokens, length, self._config.pad or 0)
+        return tokens, length
+
+    def _count_documents(self, batch: SampleBatch) -> Integers:
+        indices = [np.empty(0, np.int64), *(part.indices for part in batch.parts)]
+        return np.bincount(np.concatenate(indices), minlength=len(batch.positions))
 
     def _stored_lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:
         """Return the number of stored tokens of each block of a part, from the size of the block in bytes."""
@@ -224,10 +257,15 @@ class TokenDecoder:
 
         A start may be at the end of its block: then the next document begins in another block.
         """
+        of_packs = [(part.indices, part.pieces.places) for part in batch.parts if part.pieces is not None]
+        packs = np.concatenate([np.empty(0, np.int64), *(index for index, _ in of_packs)])
+        places = np.concatenate([np.empty(0, np.int64), *(place for _, place in of_packs)])
+        if self._config.packed and self._config.end is None:
+            return packs, places
         if self._config.end is not None:
             # Search in the flat array: a search by blocks takes several times as long.
-            blocks, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
-            return blocks, ends + 1
+            at, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
+            return np.concatenate([at, packs]), np.concatenate([ends + 1, places])
         part_blocks, part_starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for part in batch.kept_parts:
             self._check_not_null(part, DOCUMENT_STARTS)
@@ -248,7 +286,8 @@ class TokenDecoder:
         if token_shard is None:
             self._check_not_null(part, config.column)
             self._check_tokenizer(shard)
-            format_ = choose_format(shard.schema, config.column, config.block_tokens, config.dtype)
+            stored = find_stored_size(shard.schema, config.column) if config.packed else None
+            format_ = choose_format(shard.schema, config.column, stored or config.block_tokens, config.dtype)
             blocks = StoredBlocks(shard.batches, format_)
             is_partial = shard.is_partial
             has_all_blocks = not is_partial and shard.is_valid(config.column, np.arange(shard.num_samples))
@@ -302,8 +341,8 @@ class TokenDecoder:
 def _write_padding(tokens: Integers, length: Integers, pad: int) -> None:
     """Write `pad` to each block after its first `length` tokens."""
     short = np.flatnonzero(length < tokens.shape[1])
-    if len(short):
-        tokens[short] = np.where(np.arange(tokens.shape[1]) < length[short, None], tokens[short], pad)
+    for index, size in zip(short.tolist(), length[short].tolist(), strict=True):
+        tokens[index, size:] = pad
 
 
 # The tokens of a batch are treated as one flat array, block after block, and divided into segments. A segment is the
@@ -373,9 +412,9 @@ def write_labels(tokens: Integers, length: Integers, out: Integers, *, segments:
     out[:, :-1] = tokens[:, 1:]
     out[:, -1] = IGNORED
     short = np.flatnonzero(length < block)
-    if len(short):
-        # The last real token and the padding after it have no label.
-        out[short] = np.where(np.arange(block) < length[short, None] - 1, out[short], IGNORED)
+    # The last real token and the padding after it have no label.
+    for index, size in zip(short.tolist(), length[short].tolist(), strict=True):
+        out[index, max(size - 1, 0) :] = IGNORED
     if segments is not None:
         # The last token of each segment. The last segment of all ends with a block, and has its IGNORED already.
         out.reshape(-1)[segments[1:] - 1] = IGNORED
@@ -402,6 +441,8 @@ class TokenBatch(Shown, Batch[A]):
             that array. A segment is a document's part of a block, or a block's padding. Attention kernels for
             variable lengths take this array.
         max_seqlen: number of tokens of the longest segment.
+        document_counts: `int64[n]`, for packs: number of documents of each block, also masked ones. `keys` and
+            `sample` count documents, block after block.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.
         places: where the samples are stored, for `keys`; set by the loader.
@@ -417,6 +458,7 @@ class TokenBatch(Shown, Batch[A]):
     position_ids: A | None = None
     cu_seqlens: A | None = None
     max_seqlen: int | None = None
+    document_counts: A | None = None
     sources: A | None = None
     places: BatchPlaces | None = dataclasses.field(default=None, repr=False, compare=False)
 

@@ -23,8 +23,8 @@ from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import changed_fields
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
-from datasvc.loaders.tokens.token_blocks import choose_format
-from datasvc.loaders.tokens.token_decoder import Labels, TokenBatch, TokenConfig, TokenDecoder, to_torch
+from datasvc.loaders.tokens.token_blocks import choose_format, find_stored_size
+from datasvc.loaders.tokens.token_decoder import Documents, Labels, TokenBatch, TokenConfig, TokenDecoder, to_torch
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TOKENS
@@ -78,7 +78,14 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         tokens: how the data set stores blocks, or only the name of the column of blocks.
         labels: "across": the label of a token is the next token, also across the end of a document; "within": only if
             the next token is of the same document; None: no labels.
-        documents: whether batches have the fields `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
+        documents: whether batches have the fields `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`;
+            "cu_seqlens": only the last two, which takes half of the time.
+        pack: "best-fit": each sample is a document, and blocks are packs of documents; see `Split.packed`. A split
+            that is packed already needs none of the arguments of packs.
+        block_tokens: tokens of a pack; default: that of `tokens`.
+        too_long: "cut" or "refuse": what to do with a document that is longer than a pack.
+        lengths: function that returns how many tokens to use of each document; see `Split.packed`.
+        loss_mask: column of lists with a Boolean or integer for each token: a token whose value is 0 is no label.
 
     Raises:
         ConfigError: an argument is out of range; the column of tokens is missing; a batch is larger than the epoch
@@ -95,7 +102,12 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         cache: Cache | str | Path | None = None,
         tokens: TokenFormat | str = TOKENS,
         labels: Labels = None,
-        documents: bool = False,
+        documents: Documents = False,
+        pack: Literal["best-fit"] | None = None,
+        block_tokens: int | None = None,
+        too_long: Literal["cut", "refuse"] = "cut",
+        lengths: Callable[[pa.Table], Sequence[int] | npt.NDArray[Any]] | None = None,
+        loss_mask: str | None = None,
         seed: int | None = None,
         shuffle: Shuffle | Literal["auto"] = "auto",
         order: OrderConfig | None = None,
@@ -107,6 +119,12 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     ) -> None:
         check_samples(split)
         token_format = TokenFormat(tokens) if isinstance(tokens, str) else tokens
+        if pack is not None:
+            size = token_format.block_tokens if block_tokens is None else block_tokens
+            options = {"too_long": too_long, "lengths": lengths, "loss_mask": loss_mask}
+            split = pack_split(split, pack, size, token_format, **options)
+        elif block_tokens is not None or lengths is not None:
+            raise ConfigError("block_tokens and lengths are for packs; give pack='best-fit' too, or leave them out")
         splits = weighted_splits(split)
         self._format = token_format
         self._config = TokenConfig(
@@ -120,6 +138,8 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             labels=labels,
             documents=documents,
             end=token_format.end,
+            packed=splits[0].packs is not None,
+            loss_mask=loss_mask,
         )
         _check_config(self._config, splits)
         self._convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
@@ -153,6 +173,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             "tokens": changed_fields(self._format),
             "labels": self._config.labels,
             "documents": self._config.documents,
+            **({} if self._config.loss_mask is None else {"loss_mask": self._config.loss_mask}),
         }
 
     @property
@@ -206,9 +227,19 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 def common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
     """Return the number of tokens of a block. Raises ConfigError: splits have different numbers."""
     split_of: dict[int, Split] = {}
+    unpacked = [split for split in splits if split.packs is None]
+    if 0 < len(unpacked) < len(splits):
+        raise ConfigError(f"{unpacked[0]!r} is not packed, and other splits are; pack all of them, or none")
     for split in splits:
+        packing, schema = split.table.packing, split.table.sample_schema
+        if packing is not None:
+            if packing.column != stored.column:
+                raise ConfigError(f"{split!r} has packs of {packing.column!r}; give tokens={packing.column!r}")
+            choose_format(schema, stored.column, find_stored_size(schema, stored.column) or 1, stored.dtype)
+            split_of.setdefault(packing.block_tokens, split)
+            continue
         try:
-            block_format = choose_format(split.table.sample_schema, stored.column, stored.block_tokens, stored.dtype)
+            block_format = choose_format(schema, stored.column, stored.block_tokens, stored.dtype)
         except ConfigError as error:
             raise ConfigError(f"{split!r}: {error}") from error
         split_of.setdefault(block_format.block_tokens, split)
@@ -236,21 +267,50 @@ def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
     """Raise ConfigError if a setting is out of range or needs a column that a split lacks."""
     if config.labels not in ("across", "within", None):
         raise ConfigError(f"labels is {config.labels!r}; expected 'across', 'within' or None")
+    if config.documents not in (True, False, "cu_seqlens"):
+        raise ConfigError(f"documents is {config.documents!r}; expected True, False or 'cu_seqlens'")
+    if config.packed and config.labels == "across":
+        raise ConfigError("labels is 'across', and the documents of a pack do not belong together; give 'within'")
+    if config.loss_mask is not None and config.labels is None:
+        raise ConfigError(f"loss_mask is {config.loss_mask!r}, and there are no labels; give labels='within' too")
     for split in splits:
         schema = split.table.sample_schema
         if LENGTH in schema.names and not pa.types.is_integer(schema.field(LENGTH).type):
             raise ConfigError(f"column {LENGTH!r} of {split!r} is {schema.field(LENGTH).type}; expected integers")
+        if config.loss_mask is not None and not is_list_of(schema, config.loss_mask):
+            raise ConfigError(
+                f"loss_mask is {config.loss_mask!r}; expected a column of {split!r} with a list of Booleans or "
+                f"integers for each sample; the columns are {', '.join(schema.names)}"
+            )
         # To divide blocks into segments, each of one document, the decoder needs the starts of documents.
-        if config.needs_segments and config.end is None and not _has_document_starts(schema):
+        if config.needs_segments and not config.packed and config.end is None and not _has_document_starts(schema):
             raise ConfigError(
                 f"{split!r} has no column {DOCUMENT_STARTS!r} with lists of integers, so the starts of documents are "
                 "unknown; give tokens=TokenFormat(end=N), with the token that ends a document"
             )
 
 
+def pack_split(
+    split: Split | Mixture, pack: str, block_tokens: int | None, stored: TokenFormat, **options: Any
+) -> Split:
+    """Return the packed view of a split; for `options`, see `Split.packed`. Raises its errors."""
+    if block_tokens is None:
+        raise ConfigError(f"pack is {pack!r}; give block_tokens too, the maximum number of tokens of a pack")
+    if isinstance(split, Mixture):
+        raise ConfigError(
+            "a mixture is not packed as a whole: documents of different splits share no pack; give a mixture of "
+            f"packed splits, such as Mixture({{web.packed({block_tokens}): 0.7, books.packed({block_tokens}): 0.3}})"
+        )
+    return split.packed(block_tokens, rule=pack, column=stored.column, dtype=stored.dtype, **options)
+
+
 def _has_document_starts(schema: pa.Schema) -> bool:
-    if DOCUMENT_STARTS not in schema.names:
+    return is_list_of(schema, DOCUMENT_STARTS, booleans=False)
+
+
+def is_list_of(schema: pa.Schema, column: str, *, booleans: bool = True) -> bool:
+    """Return whether a column has lists of variable size of integers, or of Booleans."""
+    kind = schema.field(column).type if column in schema.names else None
+    if kind is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
-    kind = schema.field(DOCUMENT_STARTS).type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(is_list and pa.types.is_integer(kind.value_type))
+    return bool(pa.types.is_integer(kind.value_type) or (booleans and pa.types.is_boolean(kind.value_type)))

@@ -58,7 +58,6 @@ from datasvc.runs.part import Part, PartRange, decode_part, encode_part
 from datasvc.runs.step_table import StepTable
 from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, image_schema
 from datasvc.shards.format.digests import digest_batch
-from datasvc.shards.format.epoch_grid import EpochGrid
 from datasvc.shards.format.ipc_reader import encode_table as encode_ipc
 from datasvc.shards.format.ipc_reader import read_table as read_ipc
 from datasvc.shards.format.overlays import (
@@ -75,13 +74,15 @@ from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.salvage import missing_rows, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import shard_schema
-from datasvc.shards.format.shard_table import TableRow, ViewOrigin, WeightPack
+from datasvc.shards.format.shard_table import TableRow
+from datasvc.shards.format.view_table import EpochGrid, ViewOrigin, WeightPack
 from datasvc.shards.ingestion.plan import plan_shards
 from datasvc.shards.lines.commit import commit_on_line
+from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.sources import ImageFile
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Deletions
-from datasvc.shards.versions.weights import PackWriter, Weights
+from datasvc.shards.versions.weights import Weights
 
 GOLDEN = Path(__file__).parent / "golden"
 SAMPLES = [
@@ -392,7 +393,7 @@ def weighted_table(pack=PACK):
 
 def weights_bytes(folder):
     objects = Repository.create(str(folder / "weights")).objects
-    packs = PackWriter(objects)
+    packs = PackWriter(objects, "weights")
     packs.add(np.array([3, 4]))
     packs.add(np.array([5]))
     return objects.read(packs.finish()[0].digest)
@@ -455,7 +456,8 @@ class SizedSplit(Split):
 
     title = "a split without a table"
 
-    def __len__(self):
+    @property
+    def num_positions(self):
         return 8
 
 

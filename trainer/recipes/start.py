@@ -365,7 +365,7 @@ def open_run_log(
         layout={axis: run.layout.size_of(axis) for axis in AXES},
         facts={
             "environment": describe_environment(world_size=hvd.size()),
-            "num_samples": len(run.loader.split),
+            "num_samples": run.loader.split.num_positions,
             "global_batch": run.batches.global_batch,
             "num_parameters": run.num_parameters,
             "device": str(run.device),

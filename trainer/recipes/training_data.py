@@ -80,10 +80,9 @@ def _join_val(splits: Sequence[Split], classes: Sequence[str]) -> Split | Mixtur
     val: Split | Mixture = next(iter(by_digest.values()))
     if len(by_digest) > 1:
         # Weights equal to the sizes and a block of all samples: an epoch has each sample once.
-        num_samples = sum(map(len, by_digest.values()))
-        val = Mixture(
-            [(split, len(split)) for split in by_digest.values()], epoch_samples=num_samples, block=num_samples
-        )
+        num_samples = sum(split.num_positions for split in by_digest.values())
+        sizes = [(split, split.num_positions) for split in by_digest.values()]
+        val = Mixture(sizes, epoch_samples=num_samples, block=num_samples)
     # Labels are numbered in the order in which the data sets name the classes.
     if tuple(val.classes) != tuple(classes[: len(val.classes)]):
         raise ConfigError(

@@ -60,7 +60,7 @@ class UseTimeline:
         step_bytes: int | None = None,
     ) -> None:
         self._table, self._bytes = table, table.bytes_per_shard
-        samples = table.samples_per_shard
+        samples = table.positions_per_shard
         self._config = config
         self._lanes = None if lanes is None else np.asarray(lanes)
         self._num_samples = int(samples.sum())

@@ -25,7 +25,7 @@ from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions, stored_rows_of
 from datasvc.shards.versions.labels import labels_at
-from datasvc.shards.versions.weights import Weights, open_order
+from datasvc.shards.versions.weights import open_order, open_packs
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE = 8
@@ -213,14 +213,16 @@ class Served:
         positions: `int64[n]`, positions in the epoch, ascending.
         keys: `int64[n]`, for each position, the index of its sample's key in the list of requested keys.
         sources: `int64[n]`, for each position, the index in `ReadOrder.tables` of the split that serves it.
+        places: `int64[n]`, number of each sample in its split: a pack serves several samples at one position.
     """
 
     positions: Integers
     keys: Integers
     sources: Integers
+    places: Integers
 
     def __getitem__(self, chosen: slice | Integers) -> Served:
-        return Served(self.positions[chosen], self.keys[chosen], self.sources[chosen])
+        return Served(self.positions[chosen], self.keys[chosen], self.sources[chosen], self.places[chosen])
 
 
 def mix_order(order: ReadOrder, sizes: Sequence[int]) -> MixOrder:
@@ -245,12 +247,12 @@ class KeyPositions:
         tables: shard tables by digest; must contain those of the order's splits.
         places: shards and rows of the samples, by index of the split in `order.tables`; a split that has none of the
             samples may be absent.
-        objects: objects of the repository, with the weights of weighted tables.
+        objects: objects of the repository, with the weights or packs of tables.
 
     Attributes:
         keys: `int64[n]`, indices in the list of requested keys: only keys that the order serves. An index is
             repeated if several splits have the key.
-        num_samples: number of samples of an epoch.
+        num_samples: number of positions of an epoch.
     """
 
     def __init__(
@@ -262,10 +264,10 @@ class KeyPositions:
     ) -> None:
         self._order = order
         self._tables = [tables[digest] for digest in order.tables]
-        self._weights = [Weights(objects, table) if table.weights else None for table in self._tables]
+        self._packs = [open_packs(objects, table) for table in self._tables]
         self._places = {source: split_places for source, split_places in places.items() if len(split_places.keys)}
         self.keys = concatenate(split_places.keys for split_places in self._places.values())
-        sizes = [table.num_samples for table in self._tables]
+        sizes = [table.num_positions for table in self._tables]
         self.num_samples = sizes[0]
         self._mixed: MixOrder | None = None  # None for a single split
         if order.mix is not None:
@@ -279,15 +281,17 @@ class KeyPositions:
             concatenate(part.positions for part in parts),
             concatenate(part.keys for part in parts),
             concatenate(part.sources for part in parts),
+            concatenate(part.places for part in parts),
         )
         return served[np.argsort(served.positions, kind="stable")]
 
     def _find(self, source: int, places: KeyPlaces, epoch: int) -> Served:
         """Return the positions of the samples of one split."""
         if self._mixed is None:
-            order = open_order(self._tables[source], self._weights[source], self._order.config, epoch)
+            order = open_order(self._tables[source], self._packs[source], self._order.config, epoch)
             samples, positions = order.copies_of(places.shards, places.rows)
-            return Served(positions, places.keys[samples], np.full(len(positions), source))
+            numbers = _numbers(self._tables[source], places)[samples]
+            return Served(positions, places.keys[samples], np.full(len(positions), source), numbers)
         return self._find_mixed(self._mixed, source, places, epoch)
 
     def _find_mixed(self, mixed: MixOrder, source: int, places: KeyPlaces, epoch: int) -> Served:
@@ -295,7 +299,7 @@ class KeyPositions:
         table = self._tables[source]
         # In a mixture, each split has an access order with a seed of its own.
         config = own_order(self._order.config, self._order.tables[source])
-        size = table.num_samples
+        size = table.num_positions
         # An ordinal numbers the samples of this split through all its epochs: from 0 in epoch 0, from `size` in epoch
         # 1. An epoch of the mixture serves the ordinals `start` to `stop` - 1, which need not be whole split epochs.
         # `cursors` returns the split epoch and position with which this and the next epoch of the mixture begin.
@@ -303,14 +307,23 @@ class KeyPositions:
         last_epoch, last_position = mixed.cursors(epoch + 1, 0)[source]
         start = first_epoch * size + first_position
         stop = last_epoch * size + last_position
-        ordinals, keys = [], []
+        ordinals, keys, numbers = [], [], []
+        all_numbers = _numbers(table, places)
         for split_epoch in mixed.own_epochs(source, epoch):
-            order = open_order(table, self._weights[source], config, split_epoch)
+            order = open_order(table, self._packs[source], config, split_epoch)
             samples, split_positions = order.copies_of(places.shards, places.rows)
             split_ordinals = split_epoch * size + split_positions
             is_served = (split_ordinals >= start) & (split_ordinals < stop)
             ordinals.append(split_ordinals[is_served])
             keys.append(places.keys[samples[is_served]])
+            numbers.append(all_numbers[samples[is_served]])
         # `line_of` returns positions counted through all epochs of the mixture; subtract those of earlier epochs.
         positions = mixed.line_of(source, concatenate(ordinals)) - epoch * self.num_samples
-        return Served(positions, concatenate(keys), np.full(len(positions), source))
+        return Served(positions, concatenate(keys), np.full(len(positions), source), concatenate(numbers))
+
+
+def _numbers(table: ShardTable, places: KeyPlaces) -> Integers:
+    """Return the number of each place among the live samples of its split: `int64[n]`."""
+    counts = table.samples_per_shard
+    numbers: Integers = (np.cumsum(counts) - counts)[places.shards] + places.rows
+    return numbers

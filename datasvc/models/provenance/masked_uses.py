@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from datasvc.errors import NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.ledger.masked import Masked, masks_of
 from datasvc.models.provenance.consumed_ranges import ReadOrder
-from datasvc.models.provenance.key_lookup import KeyPositions, Served, concatenate, places_of_rows
+from datasvc.models.provenance.key_lookup import KeyPositions, Served, places_of_rows
 from datasvc.models.provenance.segments import Consumed
 from datasvc.repository import Digest, Objects
 from datasvc.shards.format.shard_table import ShardTable
+
+_PAIR: Final = np.dtype([("position", np.int64), ("place", np.int64)])
 
 
 class MaskedUses:
@@ -27,7 +31,7 @@ class MaskedUses:
     def __init__(self, objects: Objects, tables: Mapping[Digest, ShardTable | None]) -> None:
         self._objects = objects
         self._tables = {digest: table for digest, table in tables.items() if table is not None}
-        self._found: dict[tuple[ReadOrder, Masked, int], Integers] = {}
+        self._found: dict[tuple[ReadOrder, Masked, int], npt.NDArray[Any]] = {}
 
     def drop(self, consumed: Consumed, epoch: int, served: Served) -> Served:
         """Return the samples of `served` that the run did not mask.
@@ -40,11 +44,11 @@ class MaskedUses:
             return served
         is_masked = masked.at(epoch, served.positions)
         if masked.samples:
-            is_masked |= np.isin(served.positions, self._positions(consumed.segment.order, masked, epoch))
+            is_masked |= np.isin(_pairs(served), self._uses(consumed.segment.order, masked, epoch))
         return served[np.flatnonzero(~is_masked)]
 
-    def _positions(self, order: ReadOrder, masked: Masked, epoch: int) -> Integers:
-        """Return the positions of an epoch at which an order serves masked samples."""
+    def _uses(self, order: ReadOrder, masked: Masked, epoch: int) -> npt.NDArray[Any]:
+        """Return the pairs of an epoch that serve masked samples, see `_pairs`."""
         if (order, masked, epoch) not in self._found:
             found = []
             for since in {item.since for item in masked.samples if item.since[0] <= epoch}:
@@ -52,12 +56,14 @@ class MaskedUses:
                 for item in masked.samples:
                     if item.since == since:
                         rows.setdefault(item.table, {})[item.shard] = np.array(item.rows, np.int64)
-                positions = self._positions_of(order, rows, epoch)
-                found.append(positions[positions >= since[1]] if since[0] == epoch else positions)
-            self._found[order, masked, epoch] = concatenate(found)
+                served = self._served(order, rows, epoch)
+                if since[0] == epoch:
+                    served = served[np.flatnonzero(served.positions >= since[1])]
+                found.append(_pairs(served))
+            self._found[order, masked, epoch] = np.concatenate([np.empty(0, _PAIR), *found])
         return self._found[order, masked, epoch]
 
-    def _positions_of(self, order: ReadOrder, rows: Mapping[str, Mapping[int, Integers]], epoch: int) -> Integers:
+    def _served(self, order: ReadOrder, rows: Mapping[str, Mapping[int, Integers]], epoch: int) -> Served:
         places = {}
         for source, digest in enumerate(order.tables):
             if digest in rows:
@@ -65,4 +71,11 @@ class MaskedUses:
                     places[source] = places_of_rows(self._objects, self._tables[digest], rows[digest])
                 except NotFoundError:
                     continue  # without the deletions, `find_places` does not find the samples of this split either
-        return KeyPositions(order, self._tables, places, self._objects).find(epoch).positions
+        return KeyPositions(order, self._tables, places, self._objects).find(epoch)
+
+
+def _pairs(served: Served) -> npt.NDArray[Any]:
+    """Return position and sample of each use: of a pack, the run may have masked one document and not another."""
+    pairs = np.empty(len(served.positions), _PAIR)
+    pairs["position"], pairs["place"] = served.positions, served.places
+    return pairs

@@ -100,7 +100,7 @@ def values_of_split(
     starts = np.concatenate([[0], np.cumsum(split.table.samples_per_shard)])
     samples, indices = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     source = order.tables.index(split.digest)
-    mixed = None if order.mix is None else mix_order(order, [_num_samples(split, each) for each in order.tables])
+    mixed = None if order.mix is None else mix_order(order, [_num_positions(split, each) for each in order.tables])
     config = order.config if mixed is None else own_order(order.config, split.digest)
     for epoch in np.unique(signal.epochs).tolist():
         chosen = np.arange(*np.searchsorted(signal.epochs, [epoch, epoch + 1]).tolist())
@@ -108,9 +108,10 @@ def values_of_split(
         if mixed is not None:
             parts = _of_source(mixed, source, epoch, signal.positions[chosen], chosen)
         for own_epoch, own_positions, own_indices in parts:
-            shards, rows = split.access_order(config, own_epoch).locate(own_positions)
+            # Each document of a pack has the value of its pack.
+            at, shards, rows = split.access_order(config, own_epoch).samples_at(own_positions)
             samples.append(starts[shards] + rows)
-            indices.append(own_indices)
+            indices.append(own_indices[at])
     found = np.concatenate(indices)
     return np.concatenate(samples), signal.values[found].astype(np.float32), found
 
@@ -128,11 +129,11 @@ def _of_source(
     ]
 
 
-def _num_samples(split: Split, digest: Digest) -> int:
+def _num_positions(split: Split, digest: Digest) -> int:
     if digest == split.digest:
-        return len(split)
+        return split.num_positions
     objects = split.repository.objects
-    return ShardTable.read(objects, digest).num_samples
+    return ShardTable.read(objects, digest).num_positions
 
 
 def signal_table(

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,6 @@ from datasvc.printable import count_text
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.logs.redactions import Redaction, Redactions, redaction_log
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.shards.format.epoch_grid import EpochGrid
 from datasvc.shards.format.ipc_reader import (
     PARSE_ERRORS,
     check_columns,
@@ -35,10 +34,12 @@ from datasvc.shards.format.overlays import OverlayGroup, Overlays, ShardOverlay
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_columns
+from datasvc.shards.format.view_table import EpochGrid, Packing, ViewOrigin, WeightPack, checked
 from datasvc.shards.format.writer import ShardStatistics
 
-TABLE_FORMAT = 3
-_PLAIN_FORMAT = 2  # of a table without weights and overlays, which earlier releases read
+TABLE_FORMAT = 4
+_VALUES_FORMAT = 3  # of a table with weights or overlays, without packs
+_PLAIN_FORMAT = 2  # of a table without all of them, which earlier releases read
 _COLUMNS = pa.schema(
     [
         pa.field("digest", pa.binary(32), nullable=False),
@@ -53,14 +54,13 @@ _COLUMNS = pa.schema(
 )
 _OVERLAY = pa.field("overlay", pa.int64())  # a further column of tables with overlays
 _WEIGHT = pa.field("weight", pa.int64(), nullable=False)  # a further column of tables with weights
+_PACKS = pa.field("packs", pa.int64(), nullable=False)  # a further column of tables with packs
 _METADATA_KEY = b"datasvc.table"
 # A table with more different labels has no label counts. Such labels are arbitrary integers, and their counts would
 # take much space.
 MAX_CLASSES = 1 << 16
 # Counts and sizes with a sum up to this limit are added exactly in int64.
 _MAX_TOTAL = 1 << 60
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -76,46 +76,6 @@ class TableRow:
     shard: ObjectInfo
     statistics: ShardStatistics
     index: Digest | None = None
-
-
-@dataclass(frozen=True)
-class WeightPack:
-    """The object that has the weights of the samples of some consecutive shards, see `versions.weights`.
-
-    Attributes:
-        first_shard: number of its first shard; its last one is before the first shard of the next pack.
-        digest: digest of the object.
-    """
-
-    first_shard: int
-    digest: Digest
-
-
-@dataclass(frozen=True)
-class ViewOrigin:
-    """Where the samples of a view come from; see `datasvc.shards.views`.
-
-    Attributes:
-        table: digest of the shard table of the split of a version.
-        dataset: the version, such as "pets@3".
-        split: name of the split.
-        steps: how the samples were chosen, in order, such as "label != 'cat'" and "take(0.1, seed=0)".
-    """
-
-    table: Digest
-    dataset: str
-    split: str
-    steps: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "; ".join(self.steps)
-
-    @classmethod
-    def from_dict(cls, origin: Mapping[str, Any]) -> ViewOrigin:
-        """Return the origin from its JSON values. Raise KeyError, TypeError, ValueError: they are not valid."""
-        dataset, split = (_checked(origin[name], str) for name in ("dataset", "split"))
-        steps = tuple(_checked(step, str) for step in origin["steps"])
-        return cls(parse_digest(origin["table"]), dataset, split, steps)
 
 
 @dataclass(frozen=True)
@@ -135,6 +95,8 @@ class ShardTable:
         redacted: redaction of each shard with purged samples, by its digest: from the log (`with_redactions`), or of
             a shard that was written again.
         overlays: values that replace those of the shards. If there are any, `rows` has the column `overlay`.
+        packing: packs of the documents of the split, which the access order then counts in place of samples; None
+            for a table without packs.
     """
 
     rows: pa.Table
@@ -159,6 +121,7 @@ class ShardTable:
         return table.with_redactions(redaction_log(objects).read())
 
     overlays: Overlays = field(default_factory=Overlays)
+    packing: Packing | None = None
 
     @classmethod
     def build(cls, rows: Sequence[TableRow], sample_schema: pa.Schema, classes: Sequence[str] = ()) -> ShardTable:
@@ -186,8 +149,7 @@ class ShardTable:
     def encode(self) -> bytes:
         """Return the table as an Arrow IPC file; equal tables give equal bytes."""
         described: dict[str, Any] = {
-            # Earlier releases read a view without weights, and refuse one with weights.
-            "format": TABLE_FORMAT if self.weights or self.overlays.groups else _PLAIN_FORMAT,
+            "format": self._format,
             "classes": list(self.classes),
             "columns": {column.name: str(column.type) for column in self.sample_schema},
             "label_counts": {str(label): count for label, count in self.label_counts.items()},
@@ -198,6 +160,8 @@ class ShardTable:
             described["view"] = {**asdict(self.view), "steps": list(self.view.steps)}
         if self.weights:
             described["weights"] = [[pack.first_shard, pack.digest] for pack in self.weights]
+        if self.packing is not None:
+            described["packing"] = self.packing.to_json()
         if in_table := [each.to_json() for each in self.redacted.values() if each.in_table]:
             described["redacted"] = in_table
         if self.overlays.groups:
@@ -235,12 +199,14 @@ class ShardTable:
             # therefore read with `get`.
             rows = rows if format_number > 1 else _upgraded(rows)
             overlays = Overlays(tuple(map(OverlayGroup.of_json, described.get("overlays", ()))))
-            is_weighted = "weights" in described or (format_number > _PLAIN_FORMAT and not overlays.groups)
-            further = [*([_OVERLAY] if overlays.groups else []), *([_WEIGHT] if is_weighted else [])]
+            is_weighted = "weights" in described or (format_number == _VALUES_FORMAT and not overlays.groups)
+            is_packed = format_number == TABLE_FORMAT
+            wanted = {_OVERLAY: overlays.groups, _WEIGHT: is_weighted, _PACKS: is_packed}
+            further = [column for column, has_column in wanted.items() if has_column]
             check_columns(rows, pa.schema([*_COLUMNS, *further]), f"{name} is not a shard table")
             _check_rows(rows)
             weights = tuple(
-                WeightPack(_checked(first, int), parse_digest(digest))
+                WeightPack(checked(first, int), parse_digest(digest))
                 for first, digest in described.get("weights", [])
             )
             if is_weighted and (not weights or weights[0].first_shard != 0):
@@ -250,17 +216,25 @@ class ShardTable:
             return cls(
                 rows,
                 schema,
-                tuple(_checked(class_name, str) for class_name in described["classes"]),
-                {int(label): _checked(count, int) for label, count in described.get("label_counts", {}).items()},
-                {kind: _checked(count, int) for kind, count in described.get("image_kinds", {}).items()},
+                tuple(checked(class_name, str) for class_name in described["classes"]),
+                {int(label): checked(count, int) for label, count in described.get("label_counts", {}).items()},
+                {kind: checked(count, int) for kind, count in described.get("image_kinds", {}).items()},
                 parse_digest(deletions) if deletions is not None else None,
                 ViewOrigin.from_dict(view) if view is not None else None,
                 weights,
                 {each.shard.digest: each for each in redacted},
                 overlays=overlays,
+                packing=Packing.of_json(described["packing"]) if is_packed else None,
             )
         except (pa.ArrowException, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
+
+    @property
+    def _format(self) -> int:
+        # Earlier releases read a plain view, and refuse one whose weights or packs they would ignore.
+        if self.packing is not None:
+            return TABLE_FORMAT
+        return _VALUES_FORMAT if self.weights or self.overlays.groups else _PLAIN_FORMAT
 
     @property
     def num_shards(self) -> int:
@@ -271,6 +245,16 @@ class ShardTable:
     def samples_per_shard(self) -> Integers:
         """Number of live samples of each shard; only these are in the access order: `int64[num_shards]`."""
         return self.stored_per_shard - self.deleted_per_shard
+
+    @property
+    def positions_per_shard(self) -> Integers:
+        """Number of positions of each shard in the order: its packs, or its live samples: `int64[num_shards]`."""
+        return self.samples_per_shard if self.packing is None else self._integers(_PACKS.name)
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions of an epoch: packs, or live samples."""
+        return int(self.positions_per_shard.sum())
 
     @property
     def stored_per_shard(self) -> Integers:
@@ -292,16 +276,16 @@ class ShardTable:
         return EpochGrid.of_epoch(self.num_samples, int(self.weight_per_shard.sum()), config, epoch)
 
     def epoch_counts(self, config: OrderConfig, epoch: int) -> Integers:
-        """Return how many samples an epoch serves of each shard: `int64[num_shards]`, for `AccessOrder`."""
+        """Return how many samples or packs an epoch serves of each shard: `int64[num_shards]`, for `AccessOrder`."""
         if not self.weights:
-            return self.samples_per_shard
+            return self.positions_per_shard
         return self.epoch_grid(config, epoch).counts(0, self.weight_per_shard)
 
     @property
     def least_per_epoch(self) -> Integers:
         """The smallest number of samples that an epoch serves of each shard, and at least 1: `int64[num_shards]`."""
         if not self.weights:
-            return self.samples_per_shard
+            return self.positions_per_shard
         sums = self.weight_per_shard
         # As floats: a rounding error of one sample is less than what the shards of a window vary by.
         expected: Integers = (self.num_samples * (sums / sums.sum())).astype(np.int64)
@@ -399,11 +383,16 @@ class ShardTable:
         return None if place is None else self.overlays.shard(objects, place)
 
     def objects(self) -> set[Digest]:
-        """Return the digests of all objects of the table: shards, sample indexes, deletions, weights, overlays."""
+        """Return the digests of all objects of the table: shards, indexes, deletions, weights, packs, overlays."""
         values = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
         digests = {Digest(value.hex()) for value in values if value is not None}
-        others = {each.digest for each in self.weights} | {each.digest for each in self.overlays.objects()}
+        others = {each.digest for each in self.packs} | {each.digest for each in self.overlays.objects()}
         return digests | others | ({self.deletions} if self.deletions is not None else set())
+
+    @property
+    def packs(self) -> tuple[WeightPack, ...]:
+        """The objects with the weights of the samples, or with the packs of the documents."""
+        return self.weights if self.packing is None else self.packing.objects
 
     def with_redactions(self, redactions: Redactions) -> ShardTable:
         """Return the table with the new objects in place of those that were replaced; rows stay."""
@@ -437,7 +426,8 @@ class ShardTable:
 
     def with_column(self, name: str, values: Sequence[Any] | Integers) -> ShardTable:
         """Return the table with one column of its rows replaced or added; `values` has one value per shard."""
-        column = _WEIGHT if name == _WEIGHT.name else _COLUMNS.field(name)
+        further = {_WEIGHT.name: _WEIGHT, _PACKS.name: _PACKS}
+        column = further.get(name) or _COLUMNS.field(name)
         number = self.rows.schema.get_field_index(name)
         array = pa.array(values, column.type)
         rows = self.rows.append_column(column, array) if number < 0 else self.rows.set_column(number, column, array)
@@ -475,7 +465,7 @@ def _upgraded(rows: pa.Table) -> pa.Table:
 
 def _check_rows(rows: pa.Table) -> None:
     """Raise ValueError if a count or a size is out of range."""
-    names = ("samples", "bytes", "deleted", *(["weight"] if "weight" in rows.schema.names else []))
+    names = ("samples", "bytes", "deleted", *({"weight", "packs"} & set(rows.schema.names)))
     columns = {name: column_to_numpy(rows.column(name)) for name in names}
     for name, values in columns.items():
         # Sum them as floats, because the int64 sum of hostile values may overflow.
@@ -483,13 +473,6 @@ def _check_rows(rows: pa.Table) -> None:
             raise ValueError(f"column {name!r} has values that are negative or too large")
     if (columns["deleted"] > columns["samples"]).any():
         raise ValueError("a shard has more deleted samples than samples")
-
-
-def _checked(value: Any, expected: type[Value]) -> Value:
-    """Return a value of the table's JSON metadata. Raise TypeError if it is not of the expected type."""
-    if not isinstance(value, expected):
-        raise TypeError(f"{str(value)[:80]!r} is not of type {expected.__name__}")
-    return value
 
 
 def _total(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
@@ -28,9 +28,10 @@ from datasvc.shards.format.shard_stores import OriginShards, open_listed_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.commit import ancestors_of, check_splits, newest_entries, renamed_to
 from datasvc.shards.lines.dataset_log import DatasetLog
+from datasvc.shards.packing.packs import Packs
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns
-from datasvc.shards.versions.weights import Weights, open_order
+from datasvc.shards.versions.weights import Weights, open_order, open_packs
 from datasvc.shown import Shown, to_frame
 
 if TYPE_CHECKING:
@@ -153,13 +154,27 @@ class Split(Shown):
         return load_deletions(self.repository.objects, self.table)
 
     @cached_property
+    def _packs(self) -> Weights | Packs | None:
+        return open_packs(self.repository.objects, self.table)
+
+    @property
     def weights(self) -> Weights | None:
         """The weights of the samples; None if the split is not weighted."""
-        return Weights(self.repository.objects, self.table) if self.table.weights else None
+        return self._packs if isinstance(self._packs, Weights) else None
+
+    @property
+    def packs(self) -> Packs | None:
+        """The packs of the documents; None if the split is not packed."""
+        return self._packs if isinstance(self._packs, Packs) else None
+
+    @cached_property
+    def num_positions(self) -> int:
+        """Positions of an epoch: one for each pack of a packed split, else one for each live sample."""
+        return self.table.num_positions
 
     def access_order(self, config: OrderConfig, epoch: int) -> AccessOrder:
-        """Return the access order of an epoch; its rows are rows of `stored_rows`."""
-        return open_order(self.table, self.weights, config, epoch)
+        """Return the access order of an epoch; its rows are rows of `stored_rows`, or numbers of packs."""
+        return open_order(self.table, self._packs, config, epoch)
 
     @property
     def title(self) -> str:
@@ -243,6 +258,47 @@ class Split(Shown):
         view: Split = _views("weigh").balanced(self, column, strength)
         return view
 
+    def packed(
+        self,
+        block_tokens: int,
+        *,
+        rule: str = "best-fit",
+        column: str = "tokens",
+        dtype: str | None = None,
+        too_long: Literal["cut", "refuse"] = "cut",
+        loss_mask: str | None = None,
+        lengths: Callable[[pa.Table], Sequence[int] | npt.NDArray[Any]] | None = None,
+    ) -> Split:
+        """Return the view whose documents are packed into token blocks; a `TokenLoader` of it serves packs.
+
+        A sample is a document. The packs are computed once for these arguments, and stored as a view that later
+        calls open, except with `lengths`. `len()` of the view and its samples are those of the documents;
+        `num_positions` is the number of packs. Documents of one shard share packs. Empty documents are in no pack,
+        and neither are those without a counted token; `table.packing` has their numbers.
+
+        Args:
+            block_tokens: maximum number of tokens of a pack.
+            rule: "best-fit": best fit decreasing inside groups of 2,048 documents in stored order.
+            column: column of the tokens: lists of integers, or blobs with `dtype`. With a column `length`, a
+                document has only its first `length` tokens.
+            dtype: dtype of a token in blobs, such as "uint16".
+            too_long: "cut": a document that is longer than a block is cut, and the last token of a part has no
+                label; "refuse": it is an error.
+            loss_mask: column of lists with a Boolean or integer for each token: 0 if the loss does not count it.
+            lengths: function that takes the samples of a shard, without blobs, and returns the number of tokens to
+                use of each, at most all; None: all.
+
+        Raises:
+            ConfigError: an argument is out of range; the column is missing, or has packed blocks already; the split
+                is weighted or packed; a document is too long; no document has tokens; or see `where`.
+            BadSampleError: a loss mask has another number of values than its document has tokens, or `lengths`
+                returns other numbers.
+        """
+        view: Split = _views("pack").packed(
+            self, block_tokens, rule, column, dtype, too_long=too_long, loss_mask=loss_mask, lengths=lengths
+        )
+        return view
+
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names; label i belongs to `classes[i]`. Empty for a split without class names."""
@@ -280,7 +336,7 @@ class Split(Shown):
             return self._open[number]
 
 
-def _views(module: Literal["choose", "reference", "weigh"]) -> Any:
+def _views(module: Literal["choose", "pack", "reference", "weigh"]) -> Any:
     # A static import would make a split depend on its views, which are splits.
     return import_module(f"datasvc.shards.views.{module}")
 

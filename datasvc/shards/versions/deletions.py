@@ -6,9 +6,8 @@ that have deletions. So a delete writes little, and older versions still read th
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Final
@@ -24,6 +23,7 @@ from datasvc.shards.format.ipc_reader import column_to_numpy, decode_table, enco
 from datasvc.shards.format.overlaid_shard import open_table_shard
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.packing.row_cache import RowCache
 
 DELETIONS_FORMAT = 1
 _FORMAT_KEY: Final = b"datasvc.deletions.format"
@@ -40,36 +40,6 @@ _MAX_CACHED_ROWS = 4 << 20
 _BITMAPS_AT_ONCE: Final = 1 << 14
 
 Flags = npt.NDArray[np.bool_]
-
-
-class RowCache:
-    """Rows of shards, the least recently used of which are dropped. Safe for use by several threads.
-
-    Args:
-        max_rows: largest number of rows of all entries; the newest entry stays even if it exceeds it alone.
-    """
-
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._cached: OrderedDict[Hashable, Integers] = OrderedDict()  # least recently used first
-        self._num_rows = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, compute: Callable[[], Integers]) -> Integers:
-        """Return the rows of a key, computed if they are not kept. Do not modify the array."""
-        with self._lock:
-            if key in self._cached:
-                self._cached.move_to_end(key)
-                return self._cached[key]
-        # Computed without the lock: two threads may compute the same rows, but no thread waits for another shard's.
-        rows = compute()
-        with self._lock:
-            if key not in self._cached:
-                self._cached[key] = rows
-                self._num_rows += len(rows)
-            while self._num_rows > self._max_rows and len(self._cached) > 1:
-                self._num_rows -= len(self._cached.popitem(last=False)[1])
-        return rows
 
 
 class Deletions:

@@ -48,7 +48,7 @@ _SHARDS_AT_ONCE = 4
 _STRUCTURES_AT_ONCE = 16
 _MAX_LISTED_KEYS: Final = 10
 
-Role = Literal["shard table", "deletions", "weights", "columns", "sample index", "shard"]
+Role = Literal["shard table", "deletions", "weights", "packs", "columns", "sample index", "shard"]
 Kind = Literal["missing", "truncated", "changed", "contradictory"]
 
 
@@ -223,13 +223,14 @@ class _SplitCheck:
     def run_view(self) -> Iterator[DatasetProblem]:
         """Check the objects that only a view has."""
         yield from self._check_deletions()
-        for pack in self._table.weights:
+        for pack in self._table.packs:
             try:
                 if self._deep or self._objects.size(pack.digest) is None:
                     self._objects.read(pack.digest)  # raises for wrong bytes
             except (NotFoundError, CorruptDataError) as error:
                 name, samples = self._split.name, self._table.num_samples
-                yield DatasetProblem(_kind_of(error), "weights", name, pack.digest, str(error), num_samples=samples)
+                what: Role = "weights" if self._table.packing is None else "packs"
+                yield DatasetProblem(_kind_of(error), what, name, pack.digest, str(error), num_samples=samples)
 
     def _check_deletions(self) -> list[DatasetProblem]:
         try:

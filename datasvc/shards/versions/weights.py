@@ -2,73 +2,30 @@
 
 A weighted table has the sum of the weights of each shard. The weights of the samples are in *packs*, objects of up to
 64 MB for consecutive shards, which are read when a shard of theirs is located. For the number of times that an epoch
-serves a sample, see `epoch_grid`.
+serves a sample, see `view_table`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
-import zstandard
 
-from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.order import AccessOrder, OrderConfig
-from datasvc.repository import Digest, Objects
-from datasvc.shards.format.epoch_grid import EpochGrid
-from datasvc.shards.format.ipc_reader import decode_table, encode_table
-from datasvc.shards.format.shard_table import ShardTable, WeightPack
-from datasvc.shards.versions.deletions import RowCache
+from datasvc.repository import Objects
+from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.view_table import EpochGrid
+from datasvc.shards.packing.pack_objects import PackReader
+from datasvc.shards.packing.packs import PackedOrder, Packs, find_copies
+from datasvc.shards.packing.row_cache import RowCache
 
-WEIGHTS_FORMAT: Final = 1
 MAX_WEIGHT: Final = (1 << 20) - 1
-_FORMAT_KEY: Final = b"datasvc.weights.format"
-_SCHEMA: Final = pa.schema(
-    [pa.field("shard", pa.int64(), nullable=False), pa.field("weights", pa.large_binary(), nullable=False)],
-    metadata={_FORMAT_KEY: str(WEIGHTS_FORMAT).encode()},
-)
-_PACK_BYTES: Final = 64_000_000
-# Compressed packs in memory, and rows of `served_rows`, with 8 bytes each.
-_MAX_PACKS: Final = 8
+# Rows of `served_rows` in memory, with 8 bytes each.
 _MAX_ROWS: Final = 8 << 20
-
-
-class PackWriter:
-    """Stores the weights of a table's shards, which are added in table order."""
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-        self._shards: list[int] = []
-        self._contents: list[bytes] = []
-        self._packs: list[WeightPack] = []
-        self._num_shards = self._num_bytes = 0
-
-    def add(self, weights: Integers) -> None:
-        """Add the weights of the live samples of the next shard: `int64[live]` in 1..MAX_WEIGHT."""
-        self._shards.append(self._num_shards)
-        self._contents.append(zstandard.compress(weights.astype("<u4").tobytes()))
-        self._num_shards += 1
-        self._num_bytes += len(self._contents[-1])
-        if self._num_bytes >= _PACK_BYTES:
-            self._flush()
-
-    def finish(self) -> tuple[WeightPack, ...]:
-        """Return the packs of all shards."""
-        if self._shards:
-            self._flush()
-        return tuple(self._packs)
-
-    def _flush(self) -> None:
-        pack = encode_table(pa.table([self._shards, self._contents], schema=_SCHEMA))
-        self._packs.append(WeightPack(self._shards[0], self._objects.put(pack).digest))
-        self._shards, self._contents, self._num_bytes = [], [], 0
 
 
 class Weights:
@@ -86,10 +43,8 @@ class Weights:
         self._starts = np.cumsum(self._counts) - self._counts
         self._sums = table.weight_per_shard
         self._before = np.cumsum(self._sums) - self._sums
-        self._firsts = np.array([pack.first_shard for pack in table.weights], np.int64)
-        self._packs: OrderedDict[Digest, pa.Table] = OrderedDict()  # least recently used first
+        self._packs = PackReader(objects, table.weights, "weights")
         self._rows = RowCache(_MAX_ROWS)
-        self._lock = threading.Lock()
 
     def of(self, shard: int) -> Integers:
         """Return the weights of the live samples of a shard: `int64[live]`.
@@ -97,18 +52,10 @@ class Weights:
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: their pack cannot be read.
         """
-        pack = self._table.weights[int(np.searchsorted(self._firsts, shard, side="right")) - 1]
-        table = self._read_pack(pack)
-        try:
-            content = table.column("weights")[shard - pack.first_shard].as_py()
-            count = int(self._counts[shard])
-            raw = zstandard.decompress(content, max_output_size=4 * count)
-            weights = np.frombuffer(raw, "<u4").astype(np.int64)
-            if len(weights) != count or int(weights.sum()) != int(self._sums[shard]) or not weights.all():
-                raise ValueError(f"shard {shard} has other weights than its table lists")  # noqa: TRY301
-        except (zstandard.ZstdError, IndexError, ValueError) as error:
-            location = self._objects.location(pack.digest)
-            raise CorruptDataError(f"{location} does not have the weights of its table: {error}") from error
+        count = int(self._counts[shard])
+        weights = self._packs.read(shard, max_values=count)
+        if len(weights) != count or int(weights.sum()) != int(self._sums[shard]) or not weights.all():
+            raise self._packs.corrupt(shard, f"shard {shard} has other weights than its table lists")
         return weights
 
     def served_rows(self, shard: int, grid: EpochGrid) -> Integers:
@@ -124,22 +71,6 @@ class Weights:
         samples = np.repeat(np.arange(len(copies)), copies)
         number = np.arange(len(samples)) - np.repeat(np.cumsum(copies) - copies, copies)  # of the copy of its sample
         return samples[np.argsort(number, kind="stable")] if len(copies) and copies.max() > 1 else samples
-
-    def _read_pack(self, pack: WeightPack) -> pa.Table:
-        with self._lock:
-            if pack.digest in self._packs:
-                self._packs.move_to_end(pack.digest)
-                return self._packs[pack.digest]
-        name = self._objects.location(pack.digest)
-        content = self._objects.read(pack.digest)
-        table = decode_table(
-            content, name, what="pack of weights", format_key=_FORMAT_KEY, latest=WEIGHTS_FORMAT, columns=_SCHEMA
-        )
-        with self._lock:
-            self._packs[pack.digest] = table
-            while len(self._packs) > _MAX_PACKS:
-                self._packs.popitem(last=False)
-        return table
 
 
 class WeightedOrder(AccessOrder):
@@ -182,23 +113,20 @@ class WeightedOrder(AccessOrder):
 
     def copies_of(self, shards: Integers, rows: Integers) -> tuple[Integers, Integers]:
         """Return all positions of some samples, see `AccessOrder`. Raise what `Weights.of` raises."""
-        samples, served, of_shards = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for shard in np.unique(shards).tolist():
-            wanted = np.flatnonzero(shards == shard)
-            by_row = self._served_rows(shard)
-            order = np.argsort(by_row, kind="stable")
-            first, stop = (np.searchsorted(by_row[order], rows[wanted], side=side) for side in ("left", "right"))
-            counts = stop - first
-            within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-            samples.append(np.repeat(wanted, counts))
-            served.append(order[np.repeat(first, counts) + within])
-            of_shards.append(np.full(len(within), shard))
-        positions = self.positions_of(np.concatenate(of_shards), np.concatenate(served))
-        return np.concatenate(samples), positions
+        return find_copies(self, shards, rows, lambda shard: (self._served_rows(shard), None))
 
 
-def open_order(table: ShardTable, weights: Weights | None, config: OrderConfig, epoch: int) -> AccessOrder:
-    """Return the access order of an epoch of a split; `weights` are None for a table without weights."""
-    if weights is None:
+def open_packs(objects: Objects, table: ShardTable) -> Weights | Packs | None:
+    """Return the weights of a table, or its packs of documents; None if it has neither."""
+    if table.packing is not None:
+        return Packs(objects, table, table.packing)
+    return Weights(objects, table) if table.weights else None
+
+
+def open_order(table: ShardTable, packs: Weights | Packs | None, config: OrderConfig, epoch: int) -> AccessOrder:
+    """Return the access order of an epoch of a split; for `packs`, see `open_packs`."""
+    if isinstance(packs, Packs):
+        return PackedOrder(table, packs, config, epoch)
+    if packs is None:
         return AccessOrder(table.samples_per_shard, config, epoch)
-    return WeightedOrder(table, weights, config, epoch)
+    return WeightedOrder(table, packs, config, epoch)

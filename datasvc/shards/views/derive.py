@@ -15,13 +15,13 @@ import pyarrow.compute as pc
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.schema import LABEL, is_blob
-from datasvc.shards.format.shard_table import ViewOrigin
+from datasvc.shards.format.view_table import ViewOrigin
+from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.query.histogram import quoted
 from datasvc.shards.query.query import open_query
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Deletions
 from datasvc.shards.versions.labels import with_class
-from datasvc.shards.versions.weights import PackWriter
 
 NUMBER: Final = "number"
 """Column of `read_groups`: the number of each sample, as in `split[number]`."""
@@ -107,6 +107,8 @@ class ViewBuilder:
     """
 
     def __init__(self, split: Split, step: str) -> None:
+        if split.packs is not None:
+            raise ConfigError(f"{split.title} is packed; choose the samples first, and then pack the view")
         self._split = split
         self._step = step
         counts = split.table.samples_per_shard
@@ -116,7 +118,7 @@ class ViewBuilder:
         self._num_deleted = self._stored.copy()  # by shard
         self._bitmaps: dict[int, bytes] = {}
         self._labels: Counter[int] = Counter()
-        self._packs = PackWriter(split.repository.objects)
+        self._packs = PackWriter(split.repository.objects, "weights")
         self._sums: list[int] = []  # of the weights, by shard with samples
 
     def add(self, group: pa.Table, weights: Integers | None = None) -> None:

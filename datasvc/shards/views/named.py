@@ -141,7 +141,7 @@ def objects_of_view(objects: Objects, digest: Digest) -> frozenset[Digest]:
     known = _objects.setdefault(objects, {})
     if digest not in known:
         table = ShardTable.read(objects, digest)
-        packs = [pack.digest for pack in table.weights]
+        packs = [pack.digest for pack in table.packs]
         own = [digest, *packs, *([table.deletions] if table.deletions else [])]
         known[digest] = frozenset(own if table.view is not None else ())
     return known[digest]

@@ -16,9 +16,9 @@ from datasvc.loaders.torch.sampler import OrderBatchSampler
 from datasvc.models import ConsumptionTracker, find_consumers
 from datasvc.order import OrderConfig
 from datasvc.shards import open_dataset
-from datasvc.shards.format.epoch_grid import EpochGrid
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.view_table import EpochGrid
 from datasvc.shards.versions.delete import delete
 from tests.examples import examples
 from tests.loaders.numbered import Numbers
