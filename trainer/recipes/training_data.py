@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
-from datasvc.loaders import Mixture, MixtureStage
+from datasvc.loaders import Mixture, MixtureStage, TokenFormat
 from datasvc.loaders.core.mixture import columns_of
-from datasvc.shards import Split
+from datasvc.loaders.tokens.token_loader import pack_split
+from datasvc.shards import DatasetVersion, Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.shards.views.reference import name_exactly
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -35,8 +36,24 @@ def resolve_data(repo: DataRepository, config: TrainConfig) -> list[str]:
     """Return the version of each data set, such as "digits@1". Call it on one rank: between calls, a tag may move.
 
     A view is evaluated and stored here, and returned with the digests of its tables: all ranks read the same samples.
+    So are packs. Raises also ConfigError: the data has no packs, or none of these.
     """
-    return [name_exactly(repo.dataset(reference), ("train", "val")) for reference, _ in config.parse_data()]
+    datasets = [repo.dataset(reference) for reference, _ in config.parse_data()]
+    if config.pack is None:
+        return [name_exactly(dataset, ("train", "val")) for dataset in datasets]
+    return [_name_packed(dataset, config) for dataset in datasets]
+
+
+def _name_packed(dataset: DatasetVersion, config: TrainConfig) -> str:
+    """Return a reference that opens the packs of a version."""
+    assert config.pack is not None
+    stored = TokenFormat(config.token_column, dtype=config.token_dtype)
+    options = {"too_long": config.too_long, "loss_mask": config.loss_mask}
+    packed = [
+        split if split.packs is not None else pack_split(split, config.pack, config.block_tokens, stored, **options)
+        for split in (dataset[name] for name in ("train", "val") if name in dataset)
+    ]
+    return f"{dataset.resolved}[{','.join(split.digest for split in packed)}]"
 
 
 def open_data(repo: DataRepository, config: TrainConfig, versions: Sequence[str]) -> TrainingData:

@@ -202,7 +202,7 @@ def _has_label(
             f"the loss mask of {count_text(int(wrong.sum()), 'document')} in {where} has another number of values "
             f"than there are tokens, such as {sizes[live][wrong][0]} for {stored[wrong][0]}; ingest them again"
         )
-    counted = np.concatenate([[0], np.cumsum(pc.list_flatten(column).fill_null(0).to_numpy() != 0)])
+    counted = np.concatenate([[0], np.cumsum(pc.list_flatten(column).cast(pa.bool_()).fill_null(False).to_numpy())])
     # The first token is no label: nothing comes before it.
     stops = starts + used
     return np.asarray(counted[stops] > counted[np.minimum(starts + 1, stops)])

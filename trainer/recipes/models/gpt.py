@@ -23,6 +23,17 @@ _DEVIATION = 0.02  # standard deviation of the initial weights
 _POSITION_DEVIATION = 0.01  # of the position embedding; from the published code of GPT-2
 
 
+# With shorter documents, one product with a mask takes less time than one call for each document.
+_MIN_DOCUMENT_TOKENS = 16
+
+
+class DocumentSizes(list[int]):
+    """Number of tokens of each document of a batch of blocks, block after block; the sum is that of all tokens."""
+
+
+AttentionMask = torch.Tensor | DocumentSizes | None
+
+
 class TokenSplit(Protocol):
     """The tokens of each block that this rank computes, if the tokens of a block are divided over ranks.
 
@@ -256,7 +267,7 @@ class TransformerBlock(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """Return `[batch, block, width]` for an input of this shape; for `mask`, see `Attention.forward`."""
         x = x + self.attention(self.attention_norm(x), mask)
         x = x + self.mlp(self.mlp_norm(x))
@@ -275,12 +286,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
         self.out_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """Return `[batch, block, width]` for an input of this shape.
 
         Args:
             x: normalised residual stream, `[batch, block, width]`.
-            mask: `bool[batch, 1, query, key]`, True where the query attends to the key; None for causal attention.
+            mask: `bool[batch, 1, query, key]`, True where the query attends to the key; the documents, each with
+                causal attention to itself; None for causal attention.
         """
         batch, block, _ = x.shape
         # The number of heads follows from the projection, because a rank may compute only some of them.
@@ -288,20 +300,33 @@ class Attention(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         if self.token_split is not None:
             key, value = self.token_split.gather(key, 2), self.token_split.gather(value, 2)
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-        )
+        dropout = self.dropout if self.training else 0.0
+        if isinstance(mask, DocumentSizes):
+            attended = _attend_documents(query, key, value, mask, dropout)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+            )
         return self.out_dropout(self.out(attended.transpose(1, 2).reshape(batch, block, -1)))  # type: ignore[no-any-return]
+
+
+def _attend_documents(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentSizes, dropout: float
+) -> torch.Tensor:
+    """Return the causal attention inside each document, `[batch, heads, block, head_width]`, as of the arguments."""
+    batch, heads, block, _ = query.shape
+    parts = [
+        each.transpose(0, 1).reshape(1, heads, batch * block, -1).split(documents, 2) for each in (query, key, value)
+    ]
+    attended = [
+        F.scaled_dot_product_attention(*part, dropout_p=dropout, is_causal=True) for part in zip(*parts, strict=True)
+    ]
+    return torch.cat(attended, 2).view(heads, batch, block, -1).transpose(0, 1)
 
 
 def make_mask(
     document_ids: torch.Tensor | None, num_tokens: int, split: TokenSplit | None, device: torch.device
-) -> torch.Tensor | None:
+) -> AttentionMask:
     """Return the attention mask of the tokens of this rank, `bool[batch or 1, 1, num_tokens, block]`.
 
     Args:
@@ -311,15 +336,35 @@ def make_mask(
         device: device of the mask.
 
     Returns:
-        The mask; None if all tokens are here and each block is one document: causal attention.
+        The mask; None if all tokens are here and each block is one document: causal attention. On a CPU the sizes
+        of the documents, if all tokens are here and the documents are long enough.
     """
     if document_ids is None and split is None:
         return None
+    if split is None and device.type == "cpu":
+        assert document_ids is not None
+        sizes = find_document_sizes(document_ids)
+        if sizes is not None and len(sizes) * _MIN_DOCUMENT_TOKENS <= document_ids.numel():
+            return sizes
     if document_ids is None:
         assert split is not None
         document_ids = torch.zeros(1, num_tokens * split.size, dtype=torch.int32, device=device)
     start = 0 if split is None else split.start
     return mask_documents(document_ids, start=start, num_queries=num_tokens)
+
+
+def find_document_sizes(document_ids: torch.Tensor) -> DocumentSizes | None:
+    """Return the sizes of the documents of blocks, `int[batch, block]`, block after block; padding is one more.
+
+    None if the tokens of a document do not follow one another.
+    """
+    changes = document_ids[:, 1:] != document_ids[:, :-1]
+    # Numbers of documents ascend in a block, and padding, -1, is at its end.
+    ascends = (document_ids[:, 1:] > document_ids[:, :-1]) & (document_ids[:, :-1] >= 0) | (document_ids[:, 1:] < 0)
+    if not bool((ascends | ~changes).all()):
+        return None
+    begins = F.pad(changes, (1, 0), value=True).flatten().nonzero().flatten()
+    return DocumentSizes(torch.diff(begins, append=begins.new_tensor([document_ids.numel()])).tolist())
 
 
 def mask_documents(document_ids: torch.Tensor, *, start: int = 0, num_queries: int | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders import DataRanks, Loader, Mixture, TokenBatch, TokenFormat, TokenLoader
-from datasvc.loaders.core.mixture import weighted_splits
+from datasvc.loaders.core.mixture import splits_of, weighted_splits
 from datasvc.loaders.tokens.token_loader import common_block
 from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
@@ -71,14 +71,17 @@ class LanguageModelling:
     ) -> Loader[Any]:
         """Return this rank's loader of a split or mixture."""
         config = self._config
+        # The documents of a pack do not belong together.
+        documents = config.documents or any(part.packs is not None for part in splits_of(split))
         return TokenLoader(
             split,
             batch_size=batch_size,
             training=training,
             cache=cache,
             tokens=self._format,
-            labels="within" if config.documents else "across",
-            documents=config.documents,
+            labels="within" if documents else "across",
+            documents=documents,
+            loss_mask=config.loss_mask,
             **order_arguments(config, training=training),
             ranks=DataRanks(place.rank, place.world_size),
             prefetch=config.prefetch,

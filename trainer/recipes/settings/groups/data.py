@@ -137,6 +137,10 @@ class TokenSettings(SettingGroup):
         token_dtype: dtype of a token in blobs, such as "uint16".
         pad_token: token to write into padding; None: padding stays as it is stored.
         end_token: token that ends a document, for `documents` of data without the column `document_starts`.
+        pack: "best-fit": each sample is a document, and blocks of `block_tokens` are packs of documents; attention,
+            positions and targets stay within each document; see `Split.packed`.
+        too_long: what to do with a document that is longer than a pack: "cut" or "refuse".
+        loss_mask: column of lists with a Boolean or integer for each token: a token whose value is 0 is no target.
     """
 
     title: ClassVar[str] = "tokens"
@@ -148,6 +152,16 @@ class TokenSettings(SettingGroup):
     token_dtype: Annotated[str | None, Metavar("DTYPE")] = None
     pad_token: Annotated[int | None, Metavar("TOKEN"), Range(0)] = None
     end_token: Annotated[int | None, Metavar("TOKEN"), Range(0)] = None
+    pack: Literal["best-fit"] | None = None
+    too_long: Literal["cut", "refuse"] = "cut"
+    loss_mask: Annotated[str | None, Metavar("COLUMN")] = None
+
+    def check(self) -> None:
+        """Check that what packs need is given, and nothing that only they use."""
+        if self.pack is not None and self.block_tokens is None:
+            raise ConfigError(f"pack is {self.pack!r}; give --block-tokens too, the tokens of a pack")
+        if self.pack is None and self.too_long != "cut":
+            raise ConfigError(f"too_long is {self.too_long!r}, and there are no packs; give --pack best-fit too")
 
 
 @dataclass(frozen=True, kw_only=True)
