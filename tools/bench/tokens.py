@@ -6,13 +6,17 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 import datasvc
 from datasvc.cache import Cache
 from datasvc.loaders import TokenFormat, TokenLoader
 from datasvc.shards import Split
+from datasvc.shards.packing.best_fit import pack_documents
 from tools.bench.runner import Options, Report, bench, run_rounds
 
 ARRAYS, TENSORS, LABELS, DOCUMENTS = (
@@ -21,10 +25,26 @@ ARRAYS, TENSORS, LABELS, DOCUMENTS = (
     "TokenLoader, arrays and labels",
     "TokenLoader, arrays, labels and documents",
 )
+PACKS, BOUNDS, UNPACKED = (
+    "packs, labels and documents",
+    "packs, labels and cu_seqlens",
+    "a document a block, labels and documents",
+)
 MEMCPY, ASTYPE = "memcpy of int64", "astype from uint16"
 WARM_UP_STEPS = 4
 END = 0
 VOCABULARY = 1000
+
+
+def lognormal(random: np.random.Generator, count: int, block_tokens: int) -> np.ndarray:
+    """Return lengths of documents with a median of a fifth of a block: `int64[count]`."""
+    return random.lognormal(np.log(block_tokens / 5), 1, count).clip(1, block_tokens).astype(np.int64)
+
+
+def bimodal(random: np.random.Generator, count: int, block_tokens: int) -> np.ndarray:
+    """Return lengths of which four of five are about an eighth of a block, and the others about 0.7: `int64[count]`."""
+    short, long = (random.normal(mean, mean / 6, count) for mean in (block_tokens / 8, 0.7 * block_tokens))
+    return np.where(random.random(count) < 0.8, short, long).clip(1, block_tokens).astype(np.int64)
 
 
 class Epochs:
@@ -32,13 +52,14 @@ class Epochs:
 
     Args:
         split: the blocks.
+        documents: documents, one a sample, of about as many tokens.
         cache: where they are staged.
         blocks: the same, `uint16[blocks, block_tokens]`.
         batch_size: blocks of a batch.
     """
 
-    def __init__(self, split: Split, cache: Cache, blocks: np.ndarray, batch_size: int) -> None:
-        self._split, self._cache = split, cache
+    def __init__(self, split: Split, documents: Split, cache: Cache, blocks: np.ndarray, batch_size: int) -> None:
+        self._split, self._documents, self._cache = split, documents, cache
         self._narrow, self._wide = blocks, blocks.astype(np.int64)
         self._batch_size = batch_size
 
@@ -51,7 +72,24 @@ class Epochs:
             TENSORS: lambda: self._run_loader(as_tensors=True),
             LABELS: lambda: self._run_loader(labels="across"),
             DOCUMENTS: lambda: self._run_loader(labels="within", documents=True, tokens=TokenFormat(end=END)),
+            PACKS: lambda: self._run_documents(documents=True, pack="best-fit"),
+            BOUNDS: lambda: self._run_documents(documents="cu_seqlens", pack="best-fit"),
+            UNPACKED: lambda: self._run_documents(
+                documents=True, tokens=TokenFormat(block_tokens=self._block, end=END)
+            ),
         }
+
+    def _run_documents(self, **options: object) -> float:
+        if "pack" in options:
+            options["block_tokens"] = self._block
+        with TokenLoader(
+            self._documents, batch_size=self._batch_size, training=True, cache=self._cache, labels="within", **options
+        ) as loader:
+            return self._rate(loader.numpy())
+
+    @property
+    def _block(self) -> int:
+        return int(self._wide.shape[1])
 
     def _run_loader(self, *, as_tensors: bool = False, **options: object) -> float:
         with TokenLoader(
@@ -65,13 +103,16 @@ class Epochs:
             np.copyto(out, blocks[start : start + self._batch_size])
             yield out
 
-    def _rate(self, batches: Iterator[object]) -> float:
+    def _rate(self, batches: Iterator[Any]) -> float:
         for _ in itertools.islice(batches, WARM_UP_STEPS):
             pass
         started = time.perf_counter()
-        num_steps = sum(1 for _ in batches)
+        num_tokens = sum(
+            self._batch_size * self._block if isinstance(each, np.ndarray) else int(each.length.sum())
+            for each in batches
+        )
         seconds = time.perf_counter() - started
-        return num_steps * self._batch_size * self._wide.shape[1] * self._wide.itemsize / seconds / 1e9
+        return num_tokens * self._wide.itemsize / seconds / 1e9
 
 
 @bench(repeats=5, blocks=16384, block_tokens=2048, batch=64)
@@ -85,7 +126,11 @@ def tokens(options: Options) -> Report:
       documents;
     - `memcpy`: the same number of blocks, held in memory as int64 and in order, each batch copied by `np.copyto` into
       one buffer;
-    - `astype`: the same, but held as uint16, and made int64 by the copy.
+    - `astype`: the same, but held as uint16, and made int64 by the copy;
+    - packs: `TokenLoader(pack="best-fit")` of as many tokens in documents of lognormal lengths, in GB of tokens that are
+      no padding; and the same documents without packs, each in a block of its own.
+
+    Packing itself is measured too: padding of lognormal and bimodal lengths, and documents per second of one core.
 
     Ratios are of times: how many times as long as the copy the loader takes. Each round serves a whole epoch; the
     first batches are left out.
@@ -98,18 +143,39 @@ def tokens(options: Options) -> Report:
     source = options.folder / "blocks"
     source.mkdir()
     np.save(source / "tokens.npy", blocks)
+    random = np.random.default_rng(1)
+    lengths = lognormal(random, 3 * options.blocks, options.block_tokens)
+    ends = np.cumsum(lengths)
+    tokens_of_documents = pa.ListArray.from_arrays(
+        pa.array(np.concatenate([[0], ends]), pa.int32()),
+        pa.array(random.integers(1, VOCABULARY, ends[-1], dtype=np.uint16)),
+    )
+    (options.folder / "documents").mkdir()
+    pq.write_table(pa.table({"tokens": tokens_of_documents}), options.folder / "documents" / "documents.parquet")
     repository = datasvc.open(str(options.folder / "repository"), create=True)
     repository.datasets.ingest(str(source), "tokens")
-    split = next(iter(repository.dataset("tokens@1").values()))
-    with Cache(options.folder / "cache", budget=4 * blocks.nbytes) as cache:
-        cache.stage([split])
-        rates = run_rounds(Epochs(split, cache, blocks, options.batch).arms(), options.repeats)
+    repository.datasets.ingest(str(options.folder / "documents"), "documents")
+    split, documents = (next(iter(repository.dataset(name).values())) for name in ("tokens@1", "documents@1"))
+    with Cache(options.folder / "cache", budget=12 * blocks.nbytes) as cache:
+        cache.stage([split, documents])
+        rates = run_rounds(Epochs(split, documents, cache, blocks, options.batch).arms(), options.repeats)
     report = Report(
         f"Batches of {options.batch} x {options.block_tokens} tokens from {options.blocks:,} blocks of uint16",
         note="Ratios are of times: loader / copy",
     )
     report.add_rows("GB/s of int64", rates)
     for copy in (MEMCPY, ASTYPE):
-        for arm in (ARRAYS, TENSORS, LABELS, DOCUMENTS):
+        for arm in (ARRAYS, TENSORS, LABELS, DOCUMENTS, PACKS, BOUNDS):
             report.add_ratio(f"{arm} / {copy}", rates[copy], rates[arm])
+    report.add_ratio(f"{UNPACKED} / {PACKS}", rates[PACKS], rates[UNPACKED])
+    for draw in (lognormal, bimodal):
+        drawn = draw(random, 100_000, options.block_tokens)
+        padding, speeds = [], []
+        for _ in range(options.repeats):
+            started = time.perf_counter()
+            num_packs = len(pack_documents(drawn, options.block_tokens).counts)
+            speeds.append(len(drawn) / (time.perf_counter() - started) / 1e6)
+            padding.append(100 * (1 - drawn.sum() / (num_packs * options.block_tokens)))
+        report.add_rows("% padding", {f"packs of {draw.__name__} lengths": padding})
+        report.add_rows("million documents/s", {f"packing {draw.__name__} lengths": speeds})
     return report
