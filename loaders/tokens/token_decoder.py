@@ -409,7 +409,8 @@ def write_labels(tokens: Integers, length: Integers, out: Integers, *, segments:
             None, for labels across documents: only the last real token of each block has no label.
     """
     block = tokens.shape[1]
-    out[:, :-1] = tokens[:, 1:]
+    # One copy of all blocks takes half of the time of a copy of each; the last column is not the next token.
+    out.reshape(-1)[:-1] = tokens.reshape(-1)[1:]
     out[:, -1] = IGNORED
     short = np.flatnonzero(length < block)
     # The last real token and the padding after it have no label.

@@ -75,10 +75,12 @@ from datasvc.shards.format.salvage import missing_rows, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.format.shard_table import TableRow
-from datasvc.shards.format.view_table import EpochGrid, ViewOrigin, WeightPack
+from datasvc.shards.format.view_table import EpochGrid, Packing, ViewOrigin, WeightPack
 from datasvc.shards.ingestion.plan import plan_shards
 from datasvc.shards.lines.commit import commit_on_line
+from datasvc.shards.packing.best_fit import pack_documents
 from datasvc.shards.packing.pack_objects import PackWriter
+from datasvc.shards.packing.packs import Packs, encode_packs
 from datasvc.shards.sources import ImageFile
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Deletions
@@ -399,6 +401,20 @@ def weights_bytes(folder):
     return objects.read(packs.finish()[0].digest)
 
 
+def packs_bytes(folder):
+    objects = Repository.create(str(folder / "packs")).objects
+    packs = PackWriter(objects, "packs")
+    for lengths in ([3, 0, 9, 4], [5]):
+        packs.add(encode_packs(pack_documents(np.array(lengths), 7)))
+    return objects.read(packs.finish()[0].digest)
+
+
+def packed_table():
+    packing = Packing("best-fit", 7, "tokens", 4, 21, 1, 1, 0, (WeightPack(0, PACK),))
+    origin = ViewOrigin(Digest("12" * 32), "pets@3", "train", ("packed(best-fit, block_tokens=7)",))
+    return dataclasses.replace(table().with_column("packs", [3, 1]), view=origin, packing=packing)
+
+
 def grids():
     """Return how often epochs serve samples: by epoch the counts of shards, and the copies of the samples of one."""
     found = []
@@ -493,6 +509,8 @@ def written(folder):
         "table-2.arrow": table().encode(),
         "table-3.arrow": weighted_table().encode(),
         "weights-1.arrow": weights_bytes(folder),
+        "table-4.arrow": packed_table().encode(),
+        "packs-1.arrow": packs_bytes(folder),
         "epoch-grid-1.json": json.dumps(grids(), indent=1, sort_keys=True).encode(),
         "index-2.arrow": index().encode(),
         "index-2-frame.arrow": index(LARGE).encode(),
@@ -525,7 +543,7 @@ ONLY_READ = {
     "signal-1.parquet",
 }
 # Written anew they may differ: what zstd makes of bytes is its own affair.
-COMPRESSED = set(PLANES) | {"weights-1.arrow"}
+COMPRESSED = set(PLANES) | {"weights-1.arrow", "packs-1.arrow"}
 
 
 def golden(name):
@@ -607,6 +625,20 @@ def test_a_shard_table_of_format_3_opens_with_its_weights(tmp_path):
     objects = Repository.create(str(tmp_path / "repo")).objects
     weights = Weights(objects, weighted_table(objects.put(golden("weights-1.arrow")).digest))
     assert [weights.of(shard).tolist() for shard in range(2)] == [[3, 4], [5]]
+
+
+def test_a_shard_table_of_format_4_opens_with_its_packs(tmp_path):
+    table = ShardTable.decode(golden("table-4.arrow"), "golden")
+    assert table == packed_table()
+    assert (table.num_positions, table.num_samples, table.packs) == (4, 3, table.packing.objects)
+    objects = Repository.create(str(tmp_path / "repo")).objects
+    stored = WeightPack(0, objects.put(golden("packs-1.arrow")).digest)
+    table = table.with_column("samples", [4, 2])  # as many as the packs were made of
+    packs = Packs(objects, table, dataclasses.replace(table.packing, objects=(stored,)))
+    found = [[values.tolist() for values in packs.of(shard)] for shard in range(2)]
+    # Of nine tokens, seven fill a pack, and the last two are in the last one.
+    assert found[0] == [[2, 0, 3, 2], [0, 0, 0, 7], [7, 3, 4, 2], [1, 2, 1]]
+    assert found[1] == [[0], [0], [5], [1]]
 
 
 def test_a_sample_index_of_format_1_opens():

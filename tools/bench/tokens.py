@@ -42,7 +42,7 @@ def lognormal(random: np.random.Generator, count: int, block_tokens: int) -> np.
 
 
 def bimodal(random: np.random.Generator, count: int, block_tokens: int) -> np.ndarray:
-    """Return lengths of which four of five are about an eighth of a block, and the others about 0.7: `int64[count]`."""
+    """Return lengths: four of five are about an eighth of a block, and the others 0.7 of it: `int64[count]`."""
     short, long = (random.normal(mean, mean / 6, count) for mean in (block_tokens / 8, 0.7 * block_tokens))
     return np.where(random.random(count) < 0.8, short, long).clip(1, block_tokens).astype(np.int64)
 
@@ -127,8 +127,8 @@ def tokens(options: Options) -> Report:
     - `memcpy`: the same number of blocks, held in memory as int64 and in order, each batch copied by `np.copyto` into
       one buffer;
     - `astype`: the same, but held as uint16, and made int64 by the copy;
-    - packs: `TokenLoader(pack="best-fit")` of as many tokens in documents of lognormal lengths, in GB of tokens that are
-      no padding; and the same documents without packs, each in a block of its own.
+    - packs: `TokenLoader(pack="best-fit")` of as many tokens in documents of lognormal lengths, in GB of tokens that
+      are no padding; and the same documents without packs, each in a block of its own.
 
     Packing itself is measured too: padding of lognormal and bimodal lengths, and documents per second of one core.
 

@@ -315,11 +315,14 @@ def _attend_documents(
 ) -> torch.Tensor:
     """Return the causal attention inside each document, `[batch, heads, block, head_width]`, as of the arguments."""
     batch, heads, block, _ = query.shape
-    parts = [
-        each.transpose(0, 1).reshape(1, heads, batch * block, -1).split(documents, 2) for each in (query, key, value)
-    ]
+
+    def split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flat = tensor.transpose(0, 1).reshape(1, heads, batch * block, -1)
+        return torch.split(flat, documents, 2)
+
     attended = [
-        F.scaled_dot_product_attention(*part, dropout_p=dropout, is_causal=True) for part in zip(*parts, strict=True)
+        F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        for query, key, value in zip(split(query), split(key), split(value), strict=True)
     ]
     return torch.cat(attended, 2).view(heads, batch, block, -1).transpose(0, 1)
 
