@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from datasvc.ledger.masked import Masked, MaskedRows
 from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.augment.objects import ObjectConfig
 from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture, MixtureStage
 from datasvc.loaders.decode.backend import DecodeConfig
 from datasvc.loaders.decode.pixels import IMAGENET_MEAN, IMAGENET_STD, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup
-from datasvc.loaders.images.image_decoder import ImageBatch
+from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_loader import ImageLoader
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.tokens.token_decoder import TokenBatch
@@ -38,6 +39,7 @@ __all__ = [
     "MaskedRows",
     "Mixture",
     "MixtureStage",
+    "ObjectConfig",
     "OrderConfig",
     "PixelFormat",
     "TokenBatch",

@@ -22,6 +22,7 @@ from datasvc.loaders import (
     TokenFormat,
     TokenLoader,
 )
+from datasvc.loaders.augment.objects import parse_objects
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.loaders.core.mixture import MixtureStage, splits_of
 from datasvc.loaders.core.sample_keys import SampleKeys
@@ -117,6 +118,9 @@ def _open_images(
         group: {key: tuple(value) if isinstance(value, list) else value for key, value in settings[group].items()}
         for group in ("augment", "pixels")
     }
+    annotated = {name: settings[name] for name in ("images", "masks", "boxes", "keypoints") if name in settings}
+    if "objects" in settings:
+        annotated["objects"] = parse_objects(settings["objects"])
     # Pixels of a GPU differ by a few levels from those of the CPU, on which a replay runs.
     recorded = settings.get("decode")
     decoder: Any = recorded if recorded in {"cpu", "pillow"} and recorded not in find_missing() else "auto"
@@ -127,6 +131,7 @@ def _open_images(
         pixels=PixelFormat(**groups["pixels"]),
         augment=AugmentConfig(**groups["augment"], transform=transform),
         columns=settings["columns"],
+        **annotated,
         decode=DecodeConfig(decoder, prefetch=0, on_bad="mask"),
     )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from datasvc.ledger.audit import Audit
     from datasvc.loaders.decode.pixels import Pixels
-    from datasvc.loaders.images.image_decoder import BatchDisplay, ImageBatch
+    from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
     from datasvc.loaders.profiling.report import Report
     from datasvc.loaders.tokens.token_decoder import TokenBatch
     from datasvc.planning.cache import Forecast

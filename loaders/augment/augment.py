@@ -33,7 +33,7 @@ _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 
 # All orders of the four colour changes; a random value of the stream `_SEQUENCE` selects one of them.
 _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
-Evaluation = Literal["torchvision", "window"]
+Evaluation = Literal["torchvision", "window", "whole"]
 
 
 Image = npt.NDArray[np.uint8]
@@ -59,6 +59,7 @@ class AugmentConfig:
         evaluation: how evaluation scales and crops. "torchvision": as torchvision's `Resize(resize)`, bilinear and
             anti-aliased, and `CenterCrop(size)`, with which accuracies are usually measured. "window": a window of
             whole source pixels is scaled; faster, less exact, and the value for saved states without this field.
+            "whole": the whole image is scaled to a square, which loses no box; its sides are distorted.
         transform: function for training and evaluation. Any thread may call it, once per image. Its arguments are the
             cropped and flipped `uint8[size, size, 3]`, and a random generator, see `generators`. It returns an array
             of the same shape and dtype, which may be its argument.
@@ -109,17 +110,45 @@ class Windows:
         boxes: `float64[batch, 4]`, left, top, right and bottom of the part of each window that is scaled to the
             output, relative to the window. The filter also reads pixels of the window outside of the box. None: each
             window is scaled as a whole.
+        regions: `float64[batch, 6]`, for images whose size only the thread that decodes them learns: left, top, right
+            and bottom of the scaled part in pixels of another image of the same scene, and the width and height of
+            that image. A row of NaN stands for an image with a window as above. None: all images have one.
     """
 
     starts: npt.NDArray[np.int32]
     shapes: npt.NDArray[np.int32]
     flips: npt.NDArray[np.int32]
     boxes: npt.NDArray[np.float64] | None = None
+    regions: npt.NDArray[np.float64] | None = None
 
-    def select(self, indices: Sequence[int]) -> Windows:
+    def select(self, indices: Sequence[int] | Integers) -> Windows:
         """Return the windows of some images of the batch."""
-        boxes = None if self.boxes is None else self.boxes[indices]
-        return Windows(self.starts[indices], self.shapes[indices], self.flips[indices], boxes)
+        boxes, regions = (None if part is None else part[indices] for part in (self.boxes, self.regions))
+        return Windows(self.starts[indices], self.shapes[indices], self.flips[indices], boxes, regions)
+
+    @property
+    def scaled(self) -> npt.NDArray[np.float64]:
+        """The part of each image that becomes the output: `float64[batch, 4]`, left, top, right, bottom in pixels."""
+        corner = np.tile(self.starts[:, ::-1].astype(np.float64), 2)
+        if self.boxes is not None:
+            return corner + self.boxes
+        corner[:, 2:] += self.shapes[:, ::-1]
+        return corner
+
+    def repeat(self, widths: npt.NDArray[Any], heights: npt.NDArray[Any], count: int) -> Windows:
+        """Return these windows, and `count - 1` times more for other images of the same samples, of any size.
+
+        Args:
+            widths: widths of the images of these windows in pixels, `int[batch]`.
+            heights: their heights.
+            count: number of images of a sample.
+        """
+        region = np.concatenate([self.scaled, np.stack([widths, heights], axis=1)], axis=1)
+        own = np.full(region.shape, np.nan)
+        boxes = None if self.boxes is None else np.tile(self.boxes, (count, 1))
+        regions = np.concatenate([own, *[region] * (count - 1)])
+        starts, shapes = np.tile(self.starts, (count, 1)), np.tile(self.shapes, (count, 1))
+        return Windows(starts, shapes, np.tile(self.flips, count), boxes, regions)
 
 
 @dataclass(frozen=True)
@@ -261,6 +290,47 @@ def plan_centre_boxes(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, si
     window = np.stack([low[:, 1], low[:, 0], high[:, 1] - low[:, 1], high[:, 0] - low[:, 0]])
     windows = _make_windows(window, np.zeros(len(source), np.int32))
     return replace(windows, boxes=np.concatenate([start - low, stop - low], axis=1))
+
+
+def plan_whole_images(widths: npt.NDArray[Any], heights: npt.NDArray[Any]) -> Windows:
+    """Return windows of whole images, without flips; `widths` and `heights` are `int[batch]`, in pixels."""
+    zeros = np.zeros(len(widths))
+    # A stored width or height of 0 is wrong. Count it as 1, as `plan_centre_boxes` does.
+    sides = np.maximum(np.stack([zeros, zeros, heights, widths]), [[0], [0], [1], [1]])
+    return _make_windows(sides, np.zeros(len(widths), np.int32))
+
+
+def place_region(
+    region: Sequence[float], width: int, height: int, *, size: int, has_margin: bool
+) -> tuple[tuple[int, int], tuple[int, int], tuple[float, float, float, float] | None]:
+    """Return the window of an image by the region of another image of the same scene.
+
+    Both images show the same scene from edge to edge, so fractions of their sides are equal.
+
+    Args:
+        region: a row of `Windows.regions`.
+        width: width of the image in pixels.
+        height: its height.
+        size: side of the output in pixels.
+        has_margin: whether the window has all pixels that the filter reads, as in `plan_centre_boxes`; otherwise no
+            more than those that the region touches.
+
+    Returns:
+        Top and left, height and width, and the box to scale; None for the box: the whole window.
+    """
+    starts, shapes, box = [], [], []
+    for low, high, of, side in ((region[0], region[2], region[4], width), (region[1], region[3], region[5], height)):
+        start, stop = low * (side / of), high * (side / of)  # for equal sizes, the factor is exactly 1
+        factor = (stop - start) / size
+        reach = max(factor, 1) - factor / 2 + 1 if has_margin else 0
+        first = min(max(math.floor(start - reach), 0), side - 1)
+        last = max(min(math.ceil(stop + reach), side), first + 1)
+        starts.append(first)
+        shapes.append(last - first)
+        box.append((max(start - first, 0.0), min(stop - first, float(last - first))))
+    is_whole = all(low == 0 and high == side for (low, high), side in zip(box, shapes, strict=True))
+    scaled = None if is_whole and not has_margin else (box[0][0], box[1][0], box[0][1], box[1][1])
+    return (starts[1], starts[0]), (shapes[1], shapes[0]), scaled
 
 
 def _plan_fallback_windows(

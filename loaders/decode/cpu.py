@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -44,7 +45,8 @@ _BATCHES_OF_CALLER = 2
 class _DecodeJob:
     """A batch to decode, and its output memory `out`.
 
-    `starts`, `shapes`, `flips` and `boxes` are those of the images' `Windows`; for the rest see `ImageBackend.feed`.
+    `starts`, `shapes`, `flips`, `boxes` and `regions` are those of the images' `Windows`; for the rest see
+    `ImageBackend.feed`.
     """
 
     images: Sequence[Bytes]
@@ -52,6 +54,7 @@ class _DecodeJob:
     shapes: list[list[int]]
     flips: list[bool]
     boxes: list[list[float]] | None
+    regions: list[list[float] | None]
     edit: Edit | None
     read: Read | None
     out: npt.NDArray[Any]
@@ -152,6 +155,7 @@ class CpuBackend:
             windows.shapes.tolist(),
             windows.flips.astype(bool).tolist(),
             None if windows.boxes is None else windows.boxes.tolist(),
+            _regions(windows, count),
             edit,
             read,
             array[:count],
@@ -194,6 +198,7 @@ class CpuBackend:
                     job.out[index],
                     flip=job.flips[index],
                     box=None if job.boxes is None else job.boxes[index],
+                    region=job.regions[index],
                     edit=None if job.edit is None else partial(job.edit, index),
                 )
                 if reason is not None:
@@ -222,3 +227,10 @@ class CpuBackend:
             )
         worker: ImageWorker = self._thread_local.worker
         return worker
+
+
+def _regions(windows: Windows, count: int) -> list[list[float] | None]:
+    """Return the region of each image of a batch; None for an image that has a window."""
+    if windows.regions is None:
+        return [None] * count
+    return [None if math.isnan(region[0]) else region for region in windows.regions.tolist()]

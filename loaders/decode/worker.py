@@ -13,10 +13,11 @@ import numpy.typing as npt
 from PIL import Image
 
 from datasvc.errors import BadSampleError
+from datasvc.loaders.augment.augment import place_region
 from datasvc.loaders.decode.backend import Backend, Framework
 from datasvc.loaders.decode.pixels import CropDecoder, PixelFormat, Pixels, PixelWriter, copy_pixels
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
-from datasvc.shards.images.header import open_image, to_rgb
+from datasvc.shards.images.header import open_image, read_header, to_rgb
 
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
@@ -55,6 +56,7 @@ class ImageWorker:
         *,
         flip: bool,
         box: Sequence[float] | None = None,
+        region: Sequence[float] | None = None,
         edit: Callable[[Pixels], None] | None = None,
     ) -> str | None:
         """Decode an image.
@@ -66,11 +68,21 @@ class ImageWorker:
             out: slot of the image in the batch, in the pixel format; zeros if the image cannot be decoded.
             flip: whether to mirror the image horizontally.
             box: part of the window to scale, see `Windows.boxes`; None: the whole window.
+            region: replaces `start`, `shape` and `box`, see `Windows.regions`; with a box, the window has a margin.
             edit: function that changes the image in place after scaling and mirroring, `uint8[size, size, 3]`.
 
         Returns:
             The reason why the image cannot be decoded; None after success.
         """
+        if region is not None:
+            try:
+                header = read_header(blob.data)
+            except BadSampleError as error:
+                out[...] = 0
+                return str(error)
+            start, shape, box = place_region(
+                region, header.width, header.height, size=self._size, has_margin=box is not None
+            )
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:
             image = self._resize(crop) if box is None else scale_box(Image.fromarray(crop), box, self._size)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError
@@ -23,14 +24,24 @@ from datasvc.loaders.augment.augment import (
     plan_centre_boxes,
     plan_centre_windows,
     plan_random_windows,
+    plan_whole_images,
 )
 from datasvc.loaders.augment.edits import Edit, plan_edit
-from datasvc.loaders.core.batch import Batch, register_tree
+from datasvc.loaders.augment.objects import View
+from datasvc.loaders.core.batch import register_tree
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
-from datasvc.loaders.core.sample_keys import BatchPlaces
 from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
 from datasvc.loaders.decode.gpu.device_stream import place
+from datasvc.loaders.decode.masks import MaskDecoder, MaskRun
+from datasvc.loaders.images.annotations import (
+    AnnotationColumns,
+    BatchObjects,
+    collect_objects,
+    read_blobs,
+    read_sizes,
+)
+from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.printable import count_text
@@ -38,16 +49,8 @@ from datasvc.shards import Shard, Split
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.reader import python_value, text_errors
 from datasvc.shards.format.schema import HEIGHT, LABEL, WIDTH
-from datasvc.shown import Shown
-
-if TYPE_CHECKING:
-    from datasvc.loaders.decode.pixels import PixelFormat
-
 
 _RESIZE_RATIO = 256 / 224  # of the shorter side before the centre crop to the crop's side, as usual for ImageNet
-
-
-A = TypeVar("A")
 
 
 class ImageDecoder:
@@ -56,6 +59,8 @@ class ImageDecoder:
     Args:
         backend: decoder of the images, which this object closes.
         framework: array type of the batches.
+        columns: the columns of images, masks, boxes and keypoints.
+        masks: decoder of the masks, which this object closes; None without masks.
         plan: crop, colour changes and transform of each image.
         describe: returns the name of a sample, given its batch and its index in the batch.
         numbers: names of the numeric columns to deliver as arrays; `SampleBatch.columns` has their values.
@@ -72,6 +77,8 @@ class ImageDecoder:
         backend: ImageBackend,
         *,
         framework: Framework,
+        columns: AnnotationColumns,
+        masks: MaskDecoder | None,
         plan: ImagePlan,
         describe: Callable[[SampleBatch, int], str],
         numbers: Sequence[str],
@@ -86,6 +93,7 @@ class ImageDecoder:
             register_tree(ImageBatch)
         self._backend = backend
         self._framework = framework
+        self._columns, self._masks = columns, masks
         self._plan = plan
         self._describe = describe
         self._numeric_columns, self._list_columns = numbers, lists
@@ -93,45 +101,71 @@ class ImageDecoder:
         self._is_mixture, self._device = is_mixture, device
         self._display = display
         self._profiler = profiler
-        self._in_progress: deque[SampleBatch] = deque()
+        self._in_progress: deque[FedBatch] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
         """See `BatchDecoder`."""
         # Do not decode masked samples: their images are zeros, so that nothing of them reaches batch statistics.
         kept = batch.without_masked()
-        read = partial(_read, kept.blobs, kept.sample_shards)
-        self._backend.feed(kept.blobs, self._plan.windows(kept), self._plan.edit(kept), read)
-        self._in_progress.append(batch)
+        widths, heights = image_sizes(kept, self._columns)
+        windows = self._plan.windows(kept, widths, heights)
+        shards = kept.sample_shards
+        others = [read_blobs(kept, name) for name in self._columns.images[1:]]
+        blobs = [blob for column in (kept.blobs, *others) for blob in column]
+        placed = windows if not others else windows.repeat(widths, heights, 1 + len(others))
+        edit = self._plan.edit(kept, 1 + len(others))
+        self._backend.feed(blobs, placed, edit, partial(_read, blobs, shards * (1 + len(others))))
+        views, runs = [], []
+        if self._columns.has_objects or self._masks is not None:
+            views = self._columns.views(windows, widths, heights, self._plan.size)
+        if self._masks is not None:
+            for name in self._columns.masks:
+                masks = read_blobs(kept, name)
+                runs.append(self._masks.start(masks, views, partial(_read, masks, shards), self._plan.size))
+        self._in_progress.append(FedBatch(batch, windows, views, runs))
 
     def take(self) -> ImageBatch[Any]:
         """See `BatchDecoder`."""
         with self._profiler.waiting(Stage.DECODE):
             decoded = self._backend.take()
-        batch = self._in_progress.popleft()
-        if batch.masked is not None:
-            decoded = _with_zeros(decoded, np.flatnonzero(~batch.masked), len(batch.positions))
-        bad = {
-            index: f"{self._describe(batch, index)}: {reason}"
-            for index, reason in sorted(decoded.bad.items())
-            if batch.mask[index]  # a failure of a padding sample loses no data
-        }
-        if bad and self._on_bad == "raise":
-            raise BadSampleError(
-                f"{len(bad)} of {count_text(len(batch.blobs), 'sample')} of a batch cannot be decoded: "
-                f"{'; '.join(bad.values())}; "
-                "delete them from the data set, ingest it with --decode-check --on-bad skip, or give "
-                "decode=DecodeConfig(on_bad='mask')"
-            )
+            fed = self._in_progress.popleft()
+            masks = [run.finish() for run in fed.masks]
         with self._profiler.stage(Stage.COLLATE):
-            return self._collate(batch, decoded, bad)
+            return self._collate(fed, decoded, masks)
 
     def close(self) -> None:
         """See `BatchDecoder`."""
         self._backend.close()
+        if self._masks is not None:
+            self._masks.close()
         self._in_progress.clear()
 
-    def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
-        """Return the batch for the caller; samples in `bad` (index -> reason) are masked."""
+    def _collate(
+        self, fed: FedBatch, decoded: DecodedImages, masks: Sequence[tuple[npt.NDArray[np.int32], dict[int, str]]]
+    ) -> ImageBatch[Any]:
+        """Return the batch for the caller; bad samples are masked."""
+        batch, kept, count = fed.batch, fed.kept, len(fed.windows.flips)
+        images = [
+            decoded.images[number * count : (number + 1) * count] for number in range(len(self._columns.images))
+        ]
+        reasons: dict[int, str] = {}
+        for index, reason in sorted(decoded.bad.items()):
+            name = self._columns.images[index // count]
+            reasons.setdefault(int(kept[index % count]), reason if len(images) == 1 else f"{name}: {reason}")
+        for name, (_, found) in zip(self._columns.masks, masks, strict=True):
+            for index, reason in sorted(found.items()):
+                reasons.setdefault(int(kept[index]), f"{name}: {reason}")
+        objects = BatchObjects()
+        if self._columns.has_objects:
+            views = {int(index): view for index, view in zip(kept, fed.views, strict=True)}
+            views = {index: view for index, view in views.items() if index not in reasons}
+            objects = collect_objects(self._columns, read_lists(batch, self._columns.lists), views)
+            self._check(batch, objects.raised, "objects=ObjectConfig(on_bad='drop') or 'mask'")
+            reasons |= objects.bad
+        bad = self._check(batch, reasons, "decode=DecodeConfig(on_bad='mask')", is_masked=self._on_bad == "mask")
+        # The images of a sample are zero together.
+        spoiled = sorted(reasons) if len(images) + len(masks) > 1 or objects.bad else []
+        delivered = [self._deliver(_fill(each, kept, batch, spoiled)) for each in images]
         mask = batch.mask
         if bad:
             # Change a copy: the ledger still needs `batch.mask`, in which bad samples are True.
@@ -141,17 +175,44 @@ class ImageDecoder:
         # A column `label` of another type is in the batch only if the caller requested it, see `holds_labels`.
         labels = stored.astype(np.int64) if stored is not None and stored.dtype.kind in "iu" else None
         columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numeric_columns}
+        columns |= read_lists(batch, self._list_columns)
         return ImageBatch(
-            images=self._deliver(decoded.images),
+            images=delivered[0],
             labels=None if labels is None else self._deliver(labels),
             mask=self._deliver(mask),
             epoch=batch.epoch,
             positions=batch.positions,
-            columns=columns | read_lists(batch, self._list_columns),
+            columns=columns,
             bad=bad,
             sources=self._deliver(batch.sources) if self._is_mixture else None,
             display=self._display,
+            views=dict(zip(self._columns.images, delivered, strict=True)) if len(delivered) > 1 else {},
+            masks={
+                name: self._deliver(_fill(found, kept, batch, spoiled))
+                for name, (found, _) in zip(self._columns.masks, masks, strict=True)
+            },
+            objects={name: self._deliver(values) for name, values in objects.arrays.items()},
+            windows=_fill(fed.windows.scaled, kept, batch),
+            flips=_fill(fed.windows.flips.astype(np.bool_), kept, batch),
+            num_bad_boxes=objects.num_bad_boxes,
         )
+
+    def _check(
+        self, batch: SampleBatch, reasons: Mapping[int, str], setting: str, *, is_masked: bool = False
+    ) -> dict[int, str]:
+        """Return the reasons with the names of samples. Raises BadSampleError: there are some, not masked."""
+        bad = {
+            index: f"{self._describe(batch, index)}: {reason}"
+            for index, reason in sorted(reasons.items())
+            if batch.mask[index]  # a failure of a padding sample loses no data
+        }
+        if bad and not is_masked:
+            raise BadSampleError(
+                f"{len(bad)} of {count_text(len(batch.blobs), 'sample')} of a batch cannot be decoded: "
+                f"{'; '.join(bad.values())}; "
+                f"delete them from the data set, ingest it with --decode-check --on-bad skip, or give {setting}"
+            )
+        return bad
 
     def _deliver(self, values: Any) -> Any:
         """Return values in the caller's framework, on the device; a tensor on the CPU shares the array's memory."""
@@ -163,17 +224,46 @@ class ImageDecoder:
         return torch.from_numpy(values) if self._device is None else place(values, self._device)
 
 
-def _with_zeros(decoded: DecodedImages, kept: Integers, size: int) -> DecodedImages:
-    """Return the images of a batch of `size` samples: those at the indices `kept` are decoded, the others zeros."""
-    bad = {int(kept[index]): reason for index, reason in decoded.bad.items()}
-    shape = (size, *decoded.images.shape[1:])
-    if isinstance(decoded.images, np.ndarray):
-        zeros: Any = np.zeros(shape, decoded.images.dtype)
-        zeros[kept] = decoded.images
-        return DecodedImages(zeros, bad)
-    zeros = decoded.images.new_zeros(shape)
-    zeros[place(kept, str(zeros.device)) if zeros.is_cuda else kept] = decoded.images
-    return DecodedImages(zeros, bad)
+@dataclass(frozen=True)
+class FedBatch:
+    """A batch in progress; windows, views and masks are those of its samples that are not masked."""
+
+    batch: SampleBatch
+    windows: Windows
+    views: Sequence[View]
+    masks: Sequence[MaskRun]
+
+    @property
+    def kept(self) -> Integers:
+        """Indices of the samples that are not masked, `int64[k]`."""
+        masked = self.batch.masked
+        return np.arange(len(self.batch.positions)) if masked is None else np.flatnonzero(~masked)
+
+
+def _fill(values: Any, kept: Integers, batch: SampleBatch, spoiled: Sequence[int] = ()) -> Any:
+    """Return values of the samples `kept` as values of all samples of a batch, with zeros for the others.
+
+    The samples `spoiled` become zeros too.
+    """
+    if len(kept) == len(batch.positions):
+        if len(spoiled):
+            values[list(spoiled)] = 0
+        return values
+    shape = (len(batch.positions), *values.shape[1:])
+    if isinstance(values, np.ndarray):
+        zeros: Any = np.zeros(shape, values.dtype)
+        zeros[kept] = values
+    else:
+        zeros = values.new_zeros(shape)
+        zeros[place(kept, str(zeros.device)) if zeros.is_cuda else kept] = values
+    if len(spoiled):
+        zeros[list(spoiled)] = 0
+    return zeros
+
+
+def image_sizes(batch: SampleBatch, columns: AnnotationColumns) -> tuple[Integers, Integers]:
+    """Return widths and heights of the first images of a batch, `int[n]` each, in pixels."""
+    return (batch.columns[WIDTH], batch.columns[HEIGHT]) if columns.has_stored_sizes else read_sizes(batch)
 
 
 def _read(blobs: Sequence[Bytes], shards: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
@@ -231,78 +321,26 @@ class ImagePlan:
         """Whether edits change colours, which only training does."""
         return self._colours is not None
 
-    def windows(self, batch: SampleBatch) -> Windows:
-        """Return the window of each image of a batch."""
-        widths, heights = batch.columns[WIDTH], batch.columns[HEIGHT]
+    def windows(self, batch: SampleBatch, widths: Integers, heights: Integers) -> Windows:
+        """Return the window of each first image of a batch; `widths` and `heights` are their sizes, `int[n]`."""
         if self.training:
             return plan_random_windows(
                 widths, heights, batch.positions, seed=self.seed, epoch=batch.epoch, config=self.augment
             )
+        if self.evaluation == "whole":
+            return plan_whole_images(widths, heights)
         plan = plan_centre_boxes if self.has_boxes else plan_centre_windows
         return plan(widths, heights, size=self.size, resize=self.shorter_side)
 
-    def edit(self, batch: SampleBatch) -> Edit | None:
-        """Return the changes of a batch's images after crop and flip; None if there are none."""
+    def edit(self, batch: SampleBatch, num_images: int = 1) -> Edit | None:
+        """Return the changes of a batch's images after crop and flip, equal for all images of a sample; or None."""
         transform = self.augment.transform
-        return plan_edit(
-            batch.positions, seed=self.seed, epoch=batch.epoch, colours=self._colours, transform=transform
-        )
+        positions = np.tile(batch.positions, num_images)
+        return plan_edit(positions, seed=self.seed, epoch=batch.epoch, colours=self._colours, transform=transform)
 
     @property
     def _colours(self) -> AugmentConfig | None:
         return self.augment if self.training and self.augment.changes_colours else None
-
-
-@dataclass(frozen=True)
-class BatchDisplay:
-    """What the loader knows of its batches that their arrays do not say.
-
-    Attributes:
-        pixels: format of the images, by which they are converted back to levels.
-        classes: class names; label i belongs to `classes[i]`.
-    """
-
-    pixels: PixelFormat
-    classes: tuple[str, ...]
-
-
-@dataclass(frozen=True, repr=False)
-class ImageBatch(Shown, Batch[A]):
-    """One rank's part of a global batch. It unpacks as `(images, labels)`. `A` is a torch tensor or a NumPy array.
-
-    All tensors are on the loader's device.
-
-    Attributes:
-        images: `[n, 3, size, size]` or `[n, size, size, 3]`, of the loader's output type; zeros for samples that do
-            not decode and for masked ones. The loader does not reuse the memory while a reference to it exists.
-        labels: `int64[n]`; None if the data set has no labels.
-        mask: `bool[n]`, False for padding of the last batch, for samples that do not decode, and for masked ones,
-            see `Masked`.
-        epoch: epoch of the batch, counted from 0.
-        positions: `int64[n]`, positions of the samples in the epoch; always a NumPy array.
-        columns: the columns of the loader's argument `columns`, by name: `[n]` for numbers and booleans, otherwise a
-            list of Python values with None for null.
-        bad: samples that do not decode: index in the batch -> name of the sample and reason.
-        sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
-            for a single split.
-        display: how a notebook shows the batch; set by the loader.
-        places: where the samples are stored, for `keys`; set by the loader.
-    """
-
-    images: A
-    labels: A | None
-    mask: A
-    epoch: int
-    positions: Integers
-    columns: Mapping[str, A | list[Any]] = field(default_factory=dict)
-    bad: Mapping[int, str] = field(default_factory=dict)
-    sources: A | None = None
-    display: BatchDisplay | None = field(default=None, repr=False, compare=False)
-    places: BatchPlaces | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def _pair(self) -> tuple[A, A | None]:
-        return self.images, self.labels
 
 
 # Numbers and booleans are delivered as arrays, everything else as lists of Python values.

@@ -16,10 +16,11 @@ from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.errors import ConfigError
 from datasvc.ledger.masked import Masked
 from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
+from datasvc.loaders.augment.objects import ObjectConfig
 from datasvc.loaders.core.arguments import check_sizes
 from datasvc.loaders.core.batches import BatchDecoder, SampleBatches
 from datasvc.loaders.core.loader import Loader
-from datasvc.loaders.core.mixture import Mixture, check_column, check_samples, holds_labels, largest
+from datasvc.loaders.core.mixture import Mixture, check_samples, holds_labels, largest
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE, EVALUATION, changed_fields
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
@@ -27,9 +28,12 @@ from datasvc.loaders.decode.choice.choice import DecodeChoice, count_rank_proces
 from datasvc.loaders.decode.choice.choose import find_missing, make_backend, plan_candidates
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
+from datasvc.loaders.decode.masks import MaskDecoder
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
-from datasvc.loaders.images.image_decoder import BatchDisplay, ImageBatch, ImageDecoder, ImagePlan, divide_columns
+from datasvc.loaders.images.annotations import AnnotationColumns
+from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
+from datasvc.loaders.images.image_decoder import ImageDecoder, ImagePlan, divide_columns, image_sizes
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail
@@ -61,6 +65,15 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         size: side of the output in pixels.
         pixels: format of the output, or its dtype alone, such as "uint8"; default: float32, normalised, NCHW.
         augment: windows, flips and colours of the images, and a transform of your own.
+        images: columns of images, such as ("left", "right"). All images of a sample have the window and the flip of
+            the first one, and its colours; images of other sizes show the same part of the scene, edge to edge. The
+            first one gives `batch.images`. Without the name "image", its size is not stored, and is read from its
+            header.
+        masks: columns of segmentation masks, for `batch.masks`.
+        boxes: column of boxes, for `batch.objects`: per sample a list of left, top, right and bottom in pixels of the
+            first image, upright.
+        keypoints: column of keypoints, for `batch.objects`: per object a list of x, y and visibility, flat or nested.
+        objects: which boxes are kept, what else objects have, and how keypoints flip.
         columns: further columns for `batch.columns`. Numbers and booleans become tensors; null is an error there.
             Everything else becomes lists of Python values, with None for null.
         device: device of all tensors of a batch: "cpu", "cuda:1", or "cuda" for torch's current device at the
@@ -76,6 +89,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
 
     Attributes:
         num_bad: samples handed over so far that did not decode.
+        num_bad_boxes: boxes dropped so far because they lie outside of their image or have no area.
+        box_classes: names of the classes of `box_labels`, by label.
         sharing: membership in the decode group, with its counters; None without a group.
     """
 
@@ -94,6 +109,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         tail: Tail | None = None,
         pixels: PixelFormat | Output = "float32",
         augment: AugmentConfig | None = None,
+        images: Sequence[str] = (IMAGE,),
+        masks: Sequence[str] = (),
+        boxes: str | None = None,
+        keypoints: str | None = None,
+        objects: ObjectConfig | None = None,
         columns: Sequence[str] = (),
         device: str | torch.device = "cpu",
         decode: DecodeConfig | Decode = "auto",
@@ -107,13 +127,17 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         decode = DecodeConfig(decode) if isinstance(decode, str) else decode
         group = DecodeGroup(decode_group) if isinstance(decode_group, str) else decode_group
         augment = augment or AugmentConfig()
-        check_column(split, IMAGE, "images")
+        self._annotations = AnnotationColumns.of(
+            split, images, masks, boxes, keypoints, objects, may_flip=training and augment.flip > 0
+        )
+        self.box_classes = self._annotations.classes
+        sizes = [WIDTH, HEIGHT] if self._annotations.has_stored_sizes else []
         self._number_columns, self._list_columns = divide_columns(split, columns)
         labels = [LABEL] if holds_labels(split, columns) else []
         super().__init__(
             split,
-            blob=IMAGE,
-            columns=tuple(dict.fromkeys([WIDTH, HEIGHT, *labels, *self._number_columns])),
+            blob=self._annotations.images[0],
+            columns=tuple(dict.fromkeys([*sizes, *labels, *self._number_columns])),
             batch_size=batch_size,
             training=training,
             cache=cache,
@@ -133,19 +157,19 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         # The kind of batches that the decoder makes now: their framework, and whether they are in page-locked memory.
         self._framework: Framework = "torch"
         self._is_pinned = False
-        self.num_bad = 0
+        self.num_bad = self.num_bad_boxes = 0
         if group is not None and self._config.device_id is not None:
             raise ConfigError(
                 f"device is '{device}'; a decode group decodes on the CPU only: give device='cpu', or leave out "
                 "decode_group"
             )
         self._group = group
-        self._shared_by = {"augment": augment, "columns": tuple(columns), "decode": decode}
+        self._shared_by = {"augment": augment, "columns": tuple(columns), "decode": decode, **self._annotated}
         self.sharing = self._join_group()
 
     def _configure_backend(self, pixels: PixelFormat, decode: DecodeConfig, device_id: int | None) -> BackendConfig:
         return BackendConfig(
-            batch_size=self.batch_size,
+            batch_size=self.batch_size * len(self._annotations.images),
             size=self._plan.size,
             pixels=pixels,
             num_threads=decode.num_threads or count_rank_processors(),
@@ -165,6 +189,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             on_gpu=self._config.device_id is not None,
             has_transform=self._plan.augment.transform is not None,
             missing=missing,
+            has_other_images=self._annotations.images != (IMAGE,),
         )
         if backend == "auto" and candidates[0] == "pillow":
             _LOG.warning("images are decoded by Pillow, about half as fast as decode='cpu': %s", missing["cpu"])
@@ -238,6 +263,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             if batch is None:
                 return
             self.num_bad += len(batch.bad)
+            self.num_bad_boxes += batch.num_bad_boxes
             yield batch
 
     def close(self) -> None:
@@ -256,6 +282,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         decoder = ImageDecoder(
             make_backend(config, backend, framework=self._framework, profiler=self.profiler),
             framework=self._framework,
+            columns=self._annotations,
+            masks=MaskDecoder(config.num_threads) if self._annotations.masks else None,
             plan=self._plan,
             describe=self._batches.describe,
             numbers=self._number_columns,
@@ -286,12 +314,24 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             "augment": changed_fields(augment),
             "columns": [*self._number_columns, *self._list_columns],
             "decode": self._choice.state,
+            **self._annotated,
         }
         transform = self._plan.augment.transform
         if transform is not None:
             kind = transform if hasattr(transform, "__qualname__") else type(transform)
             settings["transform"] = f"{kind.__module__}:{kind.__qualname__}"
         return settings
+
+    @property
+    def _annotated(self) -> dict[str, Any]:
+        """The arguments from `images` to `objects` that differ from their defaults, as JSON values."""
+        columns = self._annotations
+        given: dict[str, Any] = {} if columns.images == (IMAGE,) else {"images": list(columns.images)}
+        given |= {"masks": list(columns.masks)} if columns.masks else {}
+        if columns.has_objects:
+            given |= {"boxes": columns.boxes, "keypoints": columns.keypoints}
+            given["objects"] = changed_fields(columns.objects)
+        return given
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `Loader`, with two settings that pixels depend on: the backend and the evaluation."""
@@ -358,7 +398,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         try:
             for batch in islice(self._batches.stream(self._cursor), _TRIAL_BATCHES):
                 if batch.blobs:  # the last batch of a rank may be empty
-                    drawn.append(TrialBatch([blob.tobytes() for blob in batch.blobs], self._plan.windows(batch)))
+                    windows = self._plan.windows(batch, *image_sizes(batch, self._annotations))
+                    drawn.append(TrialBatch([blob.tobytes() for blob in batch.blobs], windows))
                     size_bytes += sum(map(len, drawn[-1].images))
                 # Release its shards: a cache that cannot hold those of all these batches would wait forever.
                 self._batches.retire(batch)

@@ -23,6 +23,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.copies import EXPORT, RecordedCopy, record_copies
 from datasvc.repository.logs.redactions import redaction_log
+from datasvc.shards.export.coco import CocoExport
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, ExportUnit, WrittenFiles
 from datasvc.shards.export.folder import FolderExport
@@ -42,6 +43,7 @@ FORMATS: Final[Mapping[str, ExportFormat]] = {
         MdsExport(),
         LmdbExport(),
         FolderExport(),
+        CocoExport(),
         TfRecordExport(),
     )
 }

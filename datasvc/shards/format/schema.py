@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Final
 
@@ -16,6 +17,10 @@ _FORMAT: Final = b"datasvc.shard.format"
 _METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
+# Objects in images, a list per sample: boxes are left, top, right and bottom in pixels of the upright image.
+BOXES, BOX_LABELS, KEYPOINTS = "boxes", "box_labels", "keypoints"
+BOX_CLASSES: Final = b"datasvc.box_classes"
+"""Metadata of a source or a shard with `box_labels`: the names of the classes by label, as a JSON list."""
 _KIND: Final = b"datasvc.kind"  # in the metadata of a source's column; the value `image` means encoded images
 _PREFIX: Final = b"datasvc."
 REDACTED: Final = b"datasvc.redacted"
@@ -100,6 +105,17 @@ def redacted_rows(schema: pa.Schema, num_samples: int, name: str) -> npt.NDArray
     if not num_samples <= len(bits) < num_samples + 8 or bits[num_samples:].any():
         raise CorruptDataError(f"{name} has a bitmap of redacted rows that does not match its {num_samples} samples")
     return np.flatnonzero(bits).astype(np.int64)
+
+
+def parse_box_classes(metadata: bytes | None) -> tuple[str, ...]:
+    """Return the names in a value of `BOX_CLASSES`. Raises CorruptDataError: it is no JSON list of names."""
+    try:
+        names = json.loads(metadata or b"[]")
+    except (ValueError, RecursionError) as error:
+        raise CorruptDataError(f"the classes of boxes are not JSON: {error}") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptDataError("the classes of boxes are not a list of names")
+    return tuple(names)
 
 
 def measured_columns(schema: pa.Schema) -> tuple[str, ...]:

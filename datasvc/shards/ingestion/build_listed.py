@@ -27,7 +27,7 @@ from datasvc.shards.ingestion.build import IngestWork, ShardFinisher, ShardOutpu
 from datasvc.shards.ingestion.plan import IngestUnit
 from datasvc.shards.sources.common.file_checks import HEAD_BYTES, foreign_content
 from datasvc.shards.sources.common.files import FileReader
-from datasvc.shards.sources.common.source import BadSample, ImageFile, printable
+from datasvc.shards.sources.common.source import BadSample, ImageFile, ListedSource, printable
 
 _MAX_READS_AHEAD: Final = 16
 _MAX_BYTES_AHEAD: Final = 32 << 20
@@ -79,6 +79,8 @@ class _ImageAppender:
     """
 
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
+        assert isinstance(work.source, ListedSource)
+        self._complete = work.source.complete
         self._output = output
         self._writer = output.writer
         self._schema = work.schema
@@ -109,6 +111,7 @@ class _ImageAppender:
         except BadSampleError as error:
             reason = foreign_content(bytes(content[:HEAD_BYTES]))
             raise BadSampleError(f"is {reason}" if reason else str(error)) from error
+        file = self._complete(file, header)
         content = encoded or content  # `encoded` is None if the image stays unchanged
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections import Counter
 from itertools import filterfalse
 from typing import Any, Final, cast
@@ -32,6 +33,9 @@ _CLASSES: Final = {
     "image-folder": "images.image_folder.ImageFolderSource",
     "manifest": "images.manifest.ManifestSource",
     "imagenet": "images.imagenet.ImageNetSource",
+    "coco": "images.coco.CocoSource",
+    "yolo": "images.yolo.YoloSource",
+    "voc": "images.voc.VocSource",
     "webdataset": "tar.webdataset.WebDatasetSource",
     "parquet": "tabular.parquet.ParquetSource",
     "arrow": "tabular.arrow_files.ArrowSource",
@@ -69,6 +73,12 @@ _FORMAT_OF_NAME: Final = {
     "dataset_info.json": "huggingface",
     "data.mdb": "lmdb",
     "index.json": "mds",
+}
+# Files of boxes, which tell a folder of images with boxes from one of classes.
+_ANNOTATIONS: Final = {
+    "coco": re.compile(r"(^|/)annotations/(instances|person_keypoints)_[^/]*\.json$"),
+    "voc": re.compile(r"(^|/)Annotations/[^/]*\.xml$"),
+    "yolo": re.compile(r"(^|/)labels/([^/]*/)?[^/]*\.txt$"),
 }
 # Formats that use an option of `SourceOptions`. All formats use those that are not listed.
 _FORMATS_OF_OPTION: Final = {
@@ -167,6 +177,9 @@ def _format_of_folder(names: list[str], url: str) -> str:
         if name in unique_names:
             return format_name
     num_files = Counter(format_name for format_name in map(_format_of_file_name, names) if format_name is not None)
+    for format_name, pattern in _ANNOTATIONS.items():
+        if any(map(pattern.search, names)):
+            return format_name
     # Image folders often hold notes and lists too, so a single image decides.
     if "image-folder" in num_files:
         return "image-folder"

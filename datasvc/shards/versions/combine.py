@@ -20,7 +20,7 @@ from datasvc.shards.format.digests import blob_views, digest_batch
 from datasvc.shards.format.overlaid_shard import OverlaidShard, open_table_shard
 from datasvc.shards.format.overlays import Overlays
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob
+from datasvc.shards.format.schema import BOX_CLASSES, IMAGE, KEY, LABEL, is_blob, parse_box_classes
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.writer import ShardWriter
 from datasvc.shards.sources.common.source import prefix_keys
@@ -176,7 +176,8 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
 
     Raises:
         ConfigError: a column has two types; `new` lacks `key`, `image` or `label`, which `head` has; `new` has
-            labels, but `head` has none; or the tokens of both sides were made by different tokenizers.
+            labels, but `head` has none; the tokens of both sides were made by different tokenizers; or the boxes of
+            both sides have different classes.
     """
     tokenizers = [(schema.metadata or {}).get(TOKENIZER) for schema in (head, new)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
@@ -184,6 +185,14 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
         raise ConfigError(
             f"the data set's tokens were made by the tokenizer {digests[0][:12]}..., those of the added "
             f"data by {digests[1][:12]}...; ingest it with the same --tokenizer"
+        )
+    classes = [(schema.metadata or {}).get(BOX_CLASSES) for schema in (head, new)]
+    if None not in classes and classes[0] != classes[1]:
+        # Labels of boxes are numbers in lists, which are not renumbered as the column `label` is.
+        names = [list(parse_box_classes(each)) for each in classes]
+        raise ConfigError(
+            f"the boxes of the data set have the classes {names[0]}, those of the added data {names[1]}; ingest it "
+            "with the same list of classes, or as a separate data set"
         )
     missing = [name for name in _REQUIRED_IF_PRESENT if name in head.names and name not in new.names]
     if missing:
@@ -208,7 +217,9 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
             )
         nullable = len(sides) == 1 or any(side.nullable for side in sides)
         fields.append(sides[0].with_nullable(nullable))
-    return pa.schema(fields, metadata=head.metadata)
+    box_classes = classes[0] or classes[1]
+    added = {BOX_CLASSES: box_classes} if box_classes else {}
+    return pa.schema(fields, metadata={**(head.metadata or {}), **added} or None)
 
 
 def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:

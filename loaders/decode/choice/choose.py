@@ -38,7 +38,12 @@ def find_missing() -> dict[Backend, str]:
 
 
 def plan_candidates(
-    requested: Decode, *, on_gpu: bool, has_transform: bool, missing: Mapping[Backend, str]
+    requested: Decode,
+    *,
+    on_gpu: bool,
+    has_transform: bool,
+    missing: Mapping[Backend, str],
+    has_other_images: bool = False,
 ) -> Sequence[Backend]:
     """Return the possible backends, at least one; if there are several, trials measure which is fastest.
 
@@ -47,6 +52,7 @@ def plan_candidates(
         on_gpu: whether the images are delivered on a GPU.
         has_transform: whether the user has a transform, which runs on the CPU.
         missing: backends that cannot be used here, with a message for each.
+        has_other_images: whether samples have several images, or one whose size is not stored.
 
     Raises:
         ConfigError: the requested backend cannot be used; the message has the reason.
@@ -54,6 +60,9 @@ def plan_candidates(
     refused = dict(missing)  # backends that cannot be used, with the reason for each
     if has_transform:
         refused |= dict.fromkeys(ON_GPU, "a transform changes images on the CPU; use decode='cpu', or no transform")
+    if has_other_images:
+        reason = "images other than the column 'image' are decoded on the CPU; use decode='cpu' or 'auto'"
+        refused |= dict.fromkeys(ON_GPU, reason)
     if not on_gpu:
         refused |= dict.fromkeys(ON_GPU, f"decode={requested!r} leaves the images on a GPU; give device='cuda' too")
     if requested != "auto" and requested != "gpu":  # noqa: PLR1714 - a set would not narrow the type

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEY
+from datasvc.shards.images.header import ImageHeader
 from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
@@ -155,6 +156,14 @@ class ListedSource(Source):
         }
         object.__setattr__(prefixed, "splits", splits)
         return prefixed
+
+    def complete(self, file: ImageFile, header: ImageHeader) -> ImageFile:  # noqa: ARG002 - for subclasses
+        """Return a file with the values of the extra columns, now that its image is read.
+
+        Raises:
+            BadSampleError: the values do not belong to an image of this size.
+        """
+        return file
 
     def without_files(self) -> Self:
         """Return a copy without the listing, for workers: their units of work hold the files."""

@@ -1,0 +1,264 @@
+"""What a sample of `ImageLoader` has besides its first image: other images, masks, boxes and keypoints.
+
+All of it follows the window and the flip of the first image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from datasvc.errors import BadSampleError, ConfigError
+from datasvc.keyed_random import Integers
+from datasvc.loaders.augment.augment import Windows
+from datasvc.loaders.augment.objects import (
+    ObjectConfig,
+    View,
+    find_bad_boxes,
+    map_boxes,
+    map_keypoints,
+    read_boxes,
+    read_keypoints,
+)
+from datasvc.loaders.core.batches import SampleBatch
+from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
+from datasvc.shards import Split
+from datasvc.shards.format.mapped_file import Bytes
+from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, IMAGE, is_blob, is_list, parse_box_classes
+from datasvc.shards.images.header import read_header
+
+_KINDS: Final = {"images": "encoded images", "masks": "encoded masks"}
+
+
+@dataclass(frozen=True)
+class AnnotationColumns:
+    """The columns of `ImageLoader`'s arguments `images`, `masks`, `boxes` and `keypoints`, checked by `of`.
+
+    Attributes:
+        values: the columns with a number per object: name -> its dtype.
+        classes: names of the classes of `box_labels`, by label; () if the data set has none.
+    """
+
+    images: tuple[str, ...] = (IMAGE,)
+    masks: tuple[str, ...] = ()
+    boxes: str | None = None
+    keypoints: str | None = None
+    objects: ObjectConfig = field(default_factory=ObjectConfig)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    num_keypoints: int = 0
+    classes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        samples: Split | Mixture,
+        images: Sequence[str],
+        masks: Sequence[str],
+        boxes: str | None,
+        keypoints: str | None,
+        objects: ObjectConfig | None,
+        *,
+        may_flip: bool,
+    ) -> AnnotationColumns:
+        """Return the columns. `may_flip`: whether images are flipped.
+
+        Raises:
+            ConfigError: a split lacks one of the columns, or it has another type; no image is given, or a column is
+                given twice; or settings are missing, see `ObjectConfig`.
+        """
+        given = {"images": (images,) if isinstance(images, str) else tuple(images), "masks": tuple(masks)}
+        named = [*given["images"], *given["masks"]]
+        if not given["images"] or len(set(named)) < len(named):
+            raise ConfigError(f"images and masks are {named}; expected at least one image, and each column once")
+        for argument, names in given.items():
+            for name in names:
+                check_column(samples, name, argument)
+                if not all(is_blob(data_type) for data_type in _types(samples, name)):
+                    raise ConfigError(f"{argument}: the column {name!r} does not hold {_KINDS[argument]}")
+        config = objects or ObjectConfig()
+        if boxes is None and keypoints is None:
+            if objects is not None:
+                raise ConfigError("objects is given without boxes= or keypoints=, whose settings it has")
+            return cls(given["images"], given["masks"])
+        for column in filter(None, (boxes, keypoints)):
+            check_column(samples, column)
+            if not all(_is_list_of_lists(data_type) for data_type in _types(samples, column)):
+                raise ConfigError(f"the column {column!r} is not a list of lists of numbers, one list per object")
+        num_keypoints = 0 if keypoints is None else _count_keypoints(samples, keypoints, config, may_flip=may_flip)
+        values = {name: _value_dtype(samples, name) for name in _value_columns(samples, config)}
+        classes = _classes(samples) if BOX_LABELS in values else ()
+        return cls(given["images"], given["masks"], boxes, keypoints, config, values, num_keypoints, classes)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether batches have objects."""
+        return self.boxes is not None or self.keypoints is not None
+
+    @property
+    def lists(self) -> list[str]:
+        """The columns of objects, which are read as Python lists."""
+        return [name for name in (self.boxes, self.keypoints, *self.values) if name is not None]
+
+    @property
+    def has_stored_sizes(self) -> bool:
+        """Whether the data set has the size of the first image; otherwise its header is read for each batch."""
+        return self.images[0] == IMAGE
+
+    def views(self, windows: Windows, widths: Integers, heights: Integers, size: int) -> list[View]:
+        """Return what the output shows of each first image."""
+        rows = zip(windows.scaled, windows.flips.tolist(), widths.tolist(), heights.tolist(), strict=True)
+        return [View(region, bool(flip), max(width, 1), max(height, 1), size) for region, flip, width, height in rows]
+
+
+def _types(samples: Split | Mixture, name: str) -> list[pa.DataType]:
+    return [split.table.sample_schema.field(name).type for split in weighted_splits(samples)]
+
+
+def _is_list_of_lists(data_type: pa.DataType) -> bool:
+    return is_list(data_type) and (is_list(data_type.value_type) or pa.types.is_null(data_type.value_type))
+
+
+def _value_columns(samples: Split | Mixture, config: ObjectConfig) -> tuple[str, ...]:
+    if config.columns is not None:
+        return tuple(dict.fromkeys(config.columns))
+    has_labels = all(BOX_LABELS in split.table.sample_schema.names for split in weighted_splits(samples))
+    return (BOX_LABELS,) if has_labels else ()
+
+
+def _value_dtype(samples: Split | Mixture, name: str) -> Any:
+    """Return the dtype of a column with a number per object, int64 for integers. Raises ConfigError for others."""
+    check_column(samples, name)
+    inner = {data_type.value_type for data_type in _types(samples, name) if is_list(data_type)}
+    kinds = {pa.types.is_integer: np.int64, pa.types.is_boolean: np.bool_, pa.types.is_floating: np.float32}
+    for is_kind, dtype in kinds.items():
+        if inner and all(map(is_kind, inner)):
+            return dtype
+    raise ConfigError(f"the column {name!r} is not a list of numbers or booleans, one per object; leave it out")
+
+
+def _count_keypoints(samples: Split | Mixture, name: str, config: ObjectConfig, *, may_flip: bool) -> int:
+    if may_flip and config.flip_pairs is None:
+        raise ConfigError(
+            "images are flipped, which may turn a left keypoint into a right one: give objects=ObjectConfig("
+            "flip_pairs=...) with the pairs that change places, () for none, or AugmentConfig(flip=0)"
+        )
+    sizes = {getattr(data_type.value_type, "list_size", 0) // 3 for data_type in _types(samples, name)}
+    count = config.num_keypoints or (sizes.pop() if len(sizes) == 1 else 0)
+    if not count:
+        raise ConfigError(f"the type of {name!r} does not say how many keypoints an object has; give num_keypoints")
+    if max((number for pair in config.flip_pairs or () for number in pair), default=0) >= count:
+        raise ConfigError(f"flip_pairs is {config.flip_pairs}, and an object has {count} keypoints, from 0")
+    return count
+
+
+def _classes(samples: Split | Mixture) -> tuple[str, ...]:
+    """Return the class names of boxes. Raises ConfigError: the splits of a mixture have different ones."""
+    found = {(split.table.sample_schema.metadata or {}).get(BOX_CLASSES, b"[]") for split in weighted_splits(samples)}
+    if len(found) > 1:
+        raise ConfigError("the splits of the mixture have different classes of boxes; ingest them with equal classes")
+    return parse_box_classes(found.pop())
+
+
+def read_blobs(batch: SampleBatch, column: str) -> list[Bytes]:
+    """Return the encoded values of a column of a batch, as `SampleBatch.blobs`; empty for null."""
+    blobs: list[Any] = [None] * len(batch.positions)
+    for part in batch.parts:
+        for index, blob in zip(part.indices.tolist(), part.shard.blobs(column, part.rows), strict=True):
+            blobs[index] = blob
+    return blobs
+
+
+def read_sizes(batch: SampleBatch) -> tuple[Integers, Integers]:
+    """Return widths and heights of the images `batch.blobs`, `int64[n]` each, by their headers; 1 if that fails."""
+    sizes = np.ones((2, len(batch.blobs)), np.int64)
+    shards = batch.sample_shards
+    for index, blob in enumerate(batch.blobs):
+        try:
+            header = read_header(shards[index].read(blob, np.empty(len(blob), np.uint8)).data)
+        except BadSampleError:
+            continue  # the decoder finds it too, and names it
+        sizes[:, index] = header.width, header.height
+    return sizes[0], sizes[1]
+
+
+@dataclass
+class BatchObjects:
+    """The objects of a batch while they are collected.
+
+    Attributes:
+        bad: samples whose lists are not valid, or that `ObjectConfig.on_bad` masks: index -> reason.
+        raised: samples for which `ObjectConfig.on_bad` raises an error: index -> reason.
+        num_bad_boxes: bad boxes that were dropped.
+    """
+
+    arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    bad: dict[int, str] = field(default_factory=dict)
+    raised: dict[int, str] = field(default_factory=dict)
+    num_bad_boxes: int = 0
+
+
+def collect_objects(
+    columns: AnnotationColumns, lists: Mapping[str, Sequence[Any]], views: Mapping[int, View]
+) -> BatchObjects:
+    """Return the objects of a batch as its output shows them.
+
+    Args:
+        columns: the columns.
+        lists: values of `columns.lists` for each sample.
+        views: views of the samples whose objects are wanted, by their index in the batch, ascending.
+    """
+    found, rows = BatchObjects(), []
+    for index, view in views.items():
+        stored = {name: lists[name][index] for name in columns.lists}
+        try:
+            rows.append((index, _sample_objects(columns, stored, view, found, index)))
+        except BadSampleError as error:
+            found.bad[index] = str(error)
+    empty: dict[str, Any] = {"samples": np.int64, "numbers": np.int64, **columns.values}
+    shapes: dict[str, tuple[int, ...]] = {"boxes": (0, 4)} if columns.boxes else {}
+    shapes |= {"keypoints": (0, columns.num_keypoints, 3)} if columns.keypoints else {}
+    joined = {name: [np.empty(0, dtype)] for name, dtype in empty.items()}
+    joined |= {name: [np.empty(shape, np.float32)] for name, shape in shapes.items()}
+    for index, objects in rows:
+        if index not in found.bad:
+            objects["samples"] = np.full(len(objects["numbers"]), index, np.int64)
+            for name, values in objects.items():
+                joined[name].append(values)
+    found.arrays = {name: np.concatenate(parts) for name, parts in joined.items()}
+    return found
+
+
+def _sample_objects(
+    columns: AnnotationColumns, stored: Mapping[str, Any], view: View, found: BatchObjects, index: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the objects of a sample by column. Raises BadSampleError: its lists differ in length or form."""
+    config = columns.objects
+    given = {name: len(value) for name, value in stored.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise BadSampleError(f"its lists differ in length: {given}")
+    objects: dict[str, npt.NDArray[Any]] = {}
+    numbers: Integers = np.arange(max(given.values(), default=0))
+    if columns.boxes is not None:
+        boxes = read_boxes(stored[columns.boxes])
+        bad = find_bad_boxes(boxes, view.width, view.height)
+        if bad and config.on_bad != "drop":
+            (found.bad if config.on_bad == "mask" else found.raised)[index] = "; ".join(bad.values())
+        found.num_bad_boxes += len(bad) if config.on_bad == "drop" else 0
+        objects["boxes"], numbers = map_boxes(boxes, view, config)
+    if columns.keypoints is not None:
+        keypoints = read_keypoints(stored[columns.keypoints], columns.num_keypoints)
+        if columns.boxes is not None and len(keypoints) < len(numbers):
+            raise BadSampleError("it has boxes and no keypoints")
+        objects["keypoints"] = map_keypoints(keypoints[numbers], view, config.flip_pairs or ())
+    for name, dtype in columns.values.items():
+        values = stored[name] if stored[name] is not None else []
+        if len(values) < len(numbers) or None in values:
+            raise BadSampleError(f"its list {name!r} lacks the value of an object")
+        objects[name] = np.array(values, dtype)[numbers]
+    objects["numbers"] = numbers
+    return objects

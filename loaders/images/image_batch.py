@@ -1,0 +1,111 @@
+"""The batches of `ImageLoader`: images, labels, and what else a sample has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from datasvc.keyed_random import Integers
+from datasvc.loaders.core.batch import Batch
+from datasvc.loaders.core.sample_keys import BatchPlaces
+from datasvc.shards.format.schema import BOX_LABELS
+from datasvc.shown import Shown
+
+if TYPE_CHECKING:
+    from datasvc.loaders.decode.pixels import PixelFormat
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class BatchDisplay:
+    """What the loader knows of its batches that their arrays do not say.
+
+    Attributes:
+        pixels: format of the images, by which they are converted back to levels.
+        classes: class names; label i belongs to `classes[i]`.
+    """
+
+    pixels: PixelFormat
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class ImageBatch(Shown, Batch[A]):
+    """One rank's part of a global batch. It unpacks as `(images, labels)`. `A` is a torch tensor or a NumPy array.
+
+    All tensors are on the loader's device.
+
+    Attributes:
+        images: `[n, 3, size, size]` or `[n, size, size, 3]`, of the loader's output type; zeros for samples that do
+            not decode and for masked ones. The loader does not reuse the memory while a reference to it exists.
+        labels: `int64[n]`; None if the data set has no labels.
+        mask: `bool[n]`, False for padding of the last batch, for samples that do not decode, and for masked ones,
+            see `Masked`.
+        epoch: epoch of the batch, counted from 0.
+        positions: `int64[n]`, positions of the samples in the epoch; always a NumPy array.
+        columns: the columns of the loader's argument `columns`, by name: `[n]` for numbers and booleans, otherwise a
+            list of Python values with None for null.
+        bad: samples that do not decode: index in the batch -> name of the sample and reason.
+        sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
+            for a single split.
+        display: how a notebook shows the batch; set by the loader.
+        places: where the samples are stored, for `keys`; set by the loader.
+        views: with several columns in `images=`, the images of each column by its name, shaped as `images`, which
+            are those of the first column.
+        masks: masks by column: `int32[n, size, size]`, class numbers; zeros where images are zeros.
+        objects: objects of all samples together, a row each, in the order of the samples: `samples`, `int64[m]`,
+            index of the sample in the batch; `numbers`, `int64[m]`, number of the object in the stored lists; and, as
+            the loader's arguments request, `boxes`, `float32[m, 4]`, left, top, right and bottom in pixels of the
+            output; `keypoints`, `float32[m, k, 3]`; and the columns of `ObjectConfig.columns`, such as `box_labels`.
+        windows: `float64[n, 4]`, left, top, right and bottom of what the output shows, in pixels of the first image;
+            always a NumPy array, as `flips`; zeros for masked samples.
+        flips: `bool[n]`, whether the output is mirrored.
+        num_bad_boxes: boxes that were dropped because they lie outside of their image or have no area.
+    """
+
+    images: A
+    labels: A | None
+    mask: A
+    epoch: int
+    positions: Integers
+    columns: Mapping[str, A | list[Any]] = field(default_factory=dict)
+    bad: Mapping[int, str] = field(default_factory=dict)
+    sources: A | None = None
+    display: BatchDisplay | None = field(default=None, repr=False, compare=False)
+    places: BatchPlaces | None = field(default=None, repr=False, compare=False)
+    views: Mapping[str, A] = field(default_factory=dict)
+    masks: Mapping[str, A] = field(default_factory=dict)
+    objects: Mapping[str, A] = field(default_factory=dict)
+    windows: npt.NDArray[np.float64] | None = None
+    flips: npt.NDArray[np.bool_] | None = None
+    num_bad_boxes: int = 0
+
+    @property
+    def _pair(self) -> tuple[A, A | None]:
+        return self.images, self.labels
+
+    @property
+    def targets(self) -> list[dict[str, A]]:
+        """The objects of each sample, in the form of torchvision's detection models: `boxes`, `labels` and so on.
+
+        `labels` are those of `box_labels`; the other names are those of `objects`. Values are views of `objects`.
+        """
+        counts = np.bincount(np.asarray(_to_list(self.objects.get("samples"))), minlength=len(self.positions))
+        stops = np.cumsum(counts).tolist()
+        return [
+            {
+                "labels" if name == BOX_LABELS else name: cast("Any", values)[stop - count : stop]
+                for name, values in self.objects.items()
+                if name != "samples"
+            }
+            for stop, count in zip(stops, counts.tolist(), strict=True)
+        ]
+
+
+def _to_list(values: Any) -> list[int]:
+    return [] if values is None else list(values.tolist())

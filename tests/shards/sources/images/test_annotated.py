@@ -1,0 +1,251 @@
+"""Sources of images with boxes: COCO, YOLO and Pascal VOC give the same boxes of the same pictures."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.shards import ingest, open_dataset
+from datasvc.shards.export.exporter import export
+from datasvc.shards.format.schema import BOX_CLASSES
+from datasvc.shards.sources.choose import open_source
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.images.coco import CocoSource
+from datasvc.shards.sources.images.voc import VocSource
+from datasvc.shards.sources.images.yolo import YoloSource
+from tests.shards.sources.source_laws import ListedSourceLaws
+
+WIDTH, HEIGHT = 60, 40
+NAMES = ["cat", "dog"]
+BOXES = [[6.0, 4.0, 30.0, 20.0], [33.0, 10.0, 60.0, 40.0]]
+
+
+def photo(number=0, size=(WIDTH, HEIGHT), orientation=None):
+    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    buffer, exif = io.BytesIO(), Image.Exif()
+    if orientation:
+        exif[0x0112] = orientation
+    Image.fromarray(pixels).save(buffer, "jpeg", exif=exif)
+    return buffer.getvalue()
+
+
+def put(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def write_coco(root, split, numbers, **changes):
+    for number in numbers:
+        put(root / split / f"{number:03d}.jpg", photo(number))
+    entries = [{"id": n, "file_name": f"{n:03d}.jpg", "width": WIDTH, "height": HEIGHT} for n in numbers]
+    annotations = [
+        {"id": 10 * n + k, "image_id": n, "category_id": 7 + 9 * k, "bbox": [x, y, r - x, b - y]}
+        | {"iscrowd": k, "area": 9.5}
+        for n in numbers
+        for k, (x, y, r, b) in enumerate(BOXES)
+    ]
+    categories = [{"id": 16, "name": "dog"}, {"id": 7, "name": "cat"}]
+    document = {"images": entries, "annotations": annotations, "categories": categories, **changes}
+    put(root / "annotations" / f"instances_{split}.json", json.dumps(document))
+
+
+def write_yolo(root, split, numbers):
+    put(root / "data.yaml", json.dumps({"names": dict(enumerate(NAMES))}).replace('"0"', "0").replace('"1"', "1"))
+    lines = [
+        f"{k} {(x + r) / 2 / WIDTH} {(y + b) / 2 / HEIGHT} {(r - x) / WIDTH} {(b - y) / HEIGHT}"
+        for k, (x, y, r, b) in enumerate(BOXES)
+    ]
+    for number in numbers:
+        put(root / "images" / split / f"{number:03d}.jpg", photo(number))
+        put(root / "labels" / split / f"{number:03d}.txt", "\n".join(lines))
+
+
+def voc_xml(size=(WIDTH, HEIGHT), head=""):
+    objects = "".join(
+        f"<object><name>{name}</name><difficult>{k}</difficult><bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin>"
+        f"<xmax>{r}</xmax><ymax>{b}</ymax></bndbox></object>"
+        for k, (name, (x, y, r, b)) in enumerate(zip(NAMES, BOXES, strict=True))
+    )
+    return f"{head}<annotation><size><width>{size[0]}</width><height>{size[1]}</height></size>{objects}</annotation>"
+
+
+def write_voc(root, split, numbers):
+    for number in numbers:
+        put(root / "JPEGImages" / f"{number:03d}.jpg", photo(number))
+        put(root / "Annotations" / f"{number:03d}.xml", voc_xml())
+    put(root / "ImageSets" / "Main" / f"{split}.txt", "\n".join(f"{number:03d}" for number in numbers))
+
+
+WRITERS = {"coco": write_coco, "yolo": write_yolo, "voc": write_voc}
+
+
+class AnnotatedLaws(ListedSourceLaws):
+    def write_splits(self, root, splits):
+        for split, numbers in splits.items():
+            WRITERS[self.source.kind](root, split, numbers)
+
+    def one_split(self, root):
+        return root
+
+
+class TestCoco(AnnotatedLaws):
+    source = CocoSource
+
+
+class TestYolo(AnnotatedLaws):
+    source = YoloSource
+
+
+class TestVoc(AnnotatedLaws):
+    source = VocSource
+
+
+def ingested(repository, root, kind, name="boxes", **options):
+    ingest(repository, str(root), name, source_options=SourceOptions(format=kind), **options)
+    return open_dataset(repository, name)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_boxes_are_stored_in_one_form(repository, tmp_path, kind):
+    WRITERS[kind](tmp_path / "source", "train", range(3))
+    split = ingested(repository, tmp_path / "source", kind)["train"]
+    assert json.loads(split.table.sample_schema.metadata[BOX_CLASSES]) == NAMES
+    assert sorted(sample["key"] for sample in split) == ["000.jpg", "001.jpg", "002.jpg"]
+    for sample in split:
+        np.testing.assert_allclose(sample["boxes"], BOXES, atol=1e-9)
+        assert sample["box_labels"] == [0, 1]
+    extra = {"coco": "box_crowd", "voc": "box_difficult"}.get(kind)
+    assert extra is None or split[0][extra] == [False, True]
+
+
+def test_boxes_follow_images_that_the_ingest_makes_smaller(repository, tmp_path):
+    for kind, write in WRITERS.items():
+        write(tmp_path / kind, "train", range(1))
+        sample = ingested(repository, tmp_path / kind, kind, kind, max_side=30)["train"][0]
+        assert (sample["width"], sample["height"]) == (30, 20)
+        np.testing.assert_allclose(sample["boxes"], np.array(BOXES) / 2, atol=1e-9)
+
+
+def test_an_export_as_coco_is_read_by_pycocotools_and_by_another_ingest(repository, tmp_path):
+    coco = pytest.importorskip("pycocotools.coco")
+    write_coco(tmp_path / "source", "train", range(4))
+    write_coco(tmp_path / "source", "val", range(4, 6))
+    first = ingested(repository, tmp_path / "source", "coco")
+    export(repository, "boxes", str(tmp_path / "out"), "coco")
+    read = coco.COCO(str(tmp_path / "out" / "annotations" / "instances_train.json"))
+    assert len(read.getImgIds()) == 4
+    assert [each["name"] for each in read.loadCats(read.getCatIds())] == NAMES
+    boxes = [each["bbox"] for each in read.loadAnns(read.getAnnIds(imgIds=[1]))]
+    assert boxes == [[6.0, 4.0, 24.0, 16.0], [33.0, 10.0, 27.0, 30.0]]
+    second = ingested(repository, tmp_path / "out", "coco", "again")
+    for name, split in first.items():
+        expected = {sample["key"]: dict(sample) for sample in split}
+        assert {sample["key"]: dict(sample) for sample in second[name]} == expected
+
+
+def test_other_classes_are_not_appended(repository, tmp_path):
+    write_coco(tmp_path / "one", "train", range(2))
+    write_coco(
+        tmp_path / "two", "train", range(2, 4), categories=[{"id": 7, "name": "cow"}, {"id": 16, "name": "dog"}]
+    )
+    write_coco(tmp_path / "three", "train", range(4, 6))
+    ingested(repository, tmp_path / "one", "coco")
+    with pytest.raises(ConfigError, match=r"classes.*'cat'.*'cow'"):
+        ingested(repository, tmp_path / "two", "coco", append=True)
+    assert len(ingested(repository, tmp_path / "three", "coco", append=True)["train"]) == 4
+
+
+def reasons(repository, root, kind):
+    report = ingest(repository, str(root), "bad", on_bad="skip", source_options=SourceOptions(format=kind))
+    return [bad.reason for bad in report.bad]
+
+
+BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;">]>'
+COCO_IMAGE = {"id": 0, "file_name": "000.jpg", "width": WIDTH, "height": HEIGHT}
+GOOD_IMAGE = {**COCO_IMAGE, "id": 1, "file_name": "001.jpg"}
+ONE = {"id": 1, "image_id": 0, "category_id": 7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "content", "reason"),
+    [
+        ("voc", "Annotations/000.xml", voc_xml(head=BOMB), "document type"),
+        ("voc", "Annotations/000.xml", voc_xml(size=(HEIGHT, WIDTH)), "for 40x60"),
+        ("voc", "Annotations/000.xml", "<annotation>" * 100_000, "cannot be read"),
+        ("voc", "Annotations/000.xml", voc_xml().replace(">6.0<", ">nan<").replace(">7.0<", ">nan<"), "not finite"),
+        ("yolo", "labels/train/000.txt", "0 30 20 10 10", "in pixels"),
+        ("yolo", "labels/train/000.txt", "2 0.5 0.5 0.1 0.1", "class 2 of 2"),
+        ("yolo", "labels/train/000.txt", b"0 0.5 0.5 0.1 \xff", "expected class x y w h"),
+        ("yolo", "images/train/000.jpg", b"", "empty"),
+    ],
+)
+def test_bad_annotations_make_bad_samples(repository, tmp_path, kind, path, content, reason):
+    WRITERS[kind](tmp_path / "source", "train", range(3))
+    put(tmp_path / "source" / path, content)
+    (found,) = reasons(repository, tmp_path / "source", kind)
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"annotations": [{**ONE, "bbox": [1, 2, 3]}]}, "no valid bbox"),
+        ({"annotations": [{**ONE, "bbox": [1, 2, 1e999, 3]}]}, "not finite"),
+        ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "category_id": 99}]}, "no valid bbox, category"),
+        (
+            {"images": [{**COCO_IMAGE, "width": HEIGHT, "height": WIDTH}, GOOD_IMAGE], "annotations": []},
+            "turned the picture",
+        ),
+        ({"images": [{"id": 0, "file_name": "000.jpg"}, GOOD_IMAGE], "annotations": []}, "width and height"),
+    ],
+)
+def test_bad_entries_of_coco_make_bad_samples(repository, tmp_path, changes, reason):
+    write_coco(tmp_path / "source", "train", range(3), **({"images": [COCO_IMAGE, GOOD_IMAGE]} | changes))
+    write_coco(tmp_path / "source", "val", range(3, 4))
+    (found,) = reasons(repository, tmp_path / "source", "coco")
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"categories": [{"id": 7}]}, ConfigError, "category without a name"),
+        ({"images": [{**COCO_IMAGE, "file_name": "../../secret.jpg"}]}, ConfigError, "below the source"),
+        ({"images": [{**COCO_IMAGE, "file_name": "gone.jpg"}]}, NotFoundError, "1 image of 1.*gone.jpg"),
+        ({"images": [COCO_IMAGE, COCO_IMAGE]}, ConfigError, "twice"),
+        ({"images": {}}, ConfigError, "no valid list 'images'"),
+    ],
+)
+def test_damaged_files_of_coco_are_refused(tmp_path, changes, error, message):
+    write_coco(tmp_path, "train", range(2), **changes)
+    with pytest.raises(error, match=message):
+        open_source(str(tmp_path), SourceOptions(format="coco"))
+
+
+def test_missing_files_of_annotations_are_named(tmp_path):
+    put(tmp_path / "images" / "a.jpg", photo())
+    for kind, message in (("coco", "JSON file"), ("voc", "XML file"), ("yolo", "names of classes")):
+        with pytest.raises(NotFoundError, match=message):
+            open_source(str(tmp_path), SourceOptions(format=kind))
+    put(tmp_path / "classes.txt", "cat\n")
+    with pytest.raises(NotFoundError, match=re.escape("labels/NAME.txt")):
+        open_source(str(tmp_path), SourceOptions(format="yolo"))
+
+
+def test_aliases_in_a_yaml_file_are_refused(tmp_path):
+    write_yolo(tmp_path, "train", range(1))
+    put(tmp_path / "data.yaml", "a: &a [x, x]\nnames: [*a, *a]\n")
+    with pytest.raises(ConfigError, match="aliases"):
+        open_source(str(tmp_path), SourceOptions(format="yolo"))
+
+
+def test_a_turned_photo_has_the_boxes_of_the_upright_one(repository, tmp_path):
+    write_yolo(tmp_path / "source", "train", range(1))
+    put(tmp_path / "source" / "images" / "train" / "000.jpg", photo(size=(HEIGHT, WIDTH), orientation=6))
+    sample = ingested(repository, tmp_path / "source", "yolo")["train"][0]
+    assert (sample["width"], sample["height"]) == (WIDTH, HEIGHT)
+    np.testing.assert_allclose(sample["boxes"], BOXES, atol=1e-9)
