@@ -165,8 +165,9 @@ def choose_format(url: str, options: SourceOptions) -> str:
     return _format_of_folder(names, url)
 
 
-def _format_of_folder(names: list[str], url: str) -> str:
-    """Return the format of a folder that holds files of these names. Raise ConfigError if the format is unclear."""
+def _format_of_folder(paths: list[str], url: str) -> str:
+    """Return the format of a folder that holds files at these paths. Raise ConfigError if the format is unclear."""
+    names = [path.rpartition("/")[2] for path in paths]
     unique_names = set(names)
     if unique_names & _IMAGENET_TARS:
         return "imagenet"
@@ -177,11 +178,11 @@ def _format_of_folder(names: list[str], url: str) -> str:
         if name in unique_names:
             return format_name
     num_files = Counter(format_name for format_name in map(_format_of_file_name, names) if format_name is not None)
-    for format_name, pattern in _ANNOTATIONS.items():
-        if any(map(pattern.search, names)):
-            return format_name
     # Image folders often hold notes and lists too, so a single image decides.
     if "image-folder" in num_files:
+        for format_name, pattern in _ANNOTATIONS.items():
+            if any(map(pattern.search, paths)):
+                return format_name
         return "image-folder"
     if len(num_files) == 1:
         return next(iter(num_files))
@@ -208,7 +209,7 @@ def _format_of_file_name(name: str) -> str | None:
 
 
 def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
-    """Return the names of files below a folder (without their folders), those in parent folders first."""
+    """Return the paths of files below a folder, those in parent folders first."""
     names: list[str] = []
     repositories: list[str] = []  # paths of the repositories below `root`, each with a slash at its end
     is_local = isinstance(file_system, LocalFileSystem)
@@ -234,7 +235,7 @@ def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
         for name in files:
             is_image = _format_of_file_name(name) == "image-folder"
             if hidden_part(prefix + name, underscores=not is_image) is None and name != _EXPORT_SUMMARY:
-                names.append(name)
+                names.append(prefix + name)
         if len(names) >= _MAX_SCANNED_FILES:
             break
     return names

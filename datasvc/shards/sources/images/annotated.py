@@ -130,7 +130,7 @@ class AnnotatedFolder:
     used: set[str] = field(default_factory=set)
 
     @classmethod
-    def list(cls, url: str) -> Self:
+    def find(cls, url: str) -> Self:
         """List a folder. For errors, see `find_below`."""
         files, _, hidden = find_below(url)
         return cls(url, files, hidden, FileReader(url))

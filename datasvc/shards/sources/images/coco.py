@@ -53,9 +53,9 @@ class CocoSource(AnnotatedSource):
             UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
-        folder = AnnotatedFolder.list(url)
-        documents = {name: _parse(folder, name) for name in folder.names(".json")}
-        documents = {name: document for name, document in documents.items() if document is not None}
+        folder = AnnotatedFolder.find(url)
+        parsed = {name: _parse(folder, name) for name in folder.names(".json")}
+        documents = {name: document for name, document in parsed.items() if document is not None}
         require([*documents], url, "JSON file with images, annotations and categories")
         categories = _categories(documents, url)
         labels = {category["id"]: label for label, category in enumerate(categories)}

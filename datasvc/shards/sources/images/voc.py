@@ -46,7 +46,7 @@ class VocSource(AnnotatedSource):
             UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
-        folder = AnnotatedFolder.list(url)
+        folder = AnnotatedFolder.find(url)
         files = folder.names(".xml")
         require(files, url, "XML file with the boxes of an image")
         images: dict[str, str] = {}

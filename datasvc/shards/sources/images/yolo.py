@@ -37,7 +37,7 @@ class YoloSource(AnnotatedSource):
             UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
-        folder = AnnotatedFolder.list(url)
+        folder = AnnotatedFolder.find(url)
         names = _names(folder, url)
         labels = {image: label for image in folder.names() if (label := _label_file(image)) in folder.files}
         require(
@@ -89,7 +89,7 @@ def _names(folder: AnnotatedFolder, url: str) -> list[str]:
 def _yaml_names(content: bytes, name: str) -> list[str] | None:
     """Return the names in a YAML file; None if it has none."""
     with explain_missing("a YOLO source with a YAML file (classes.txt needs none)"):
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     try:
         # Aliases are refused: a few lines of them make a list of billions.
         tokens = yaml.scan(content, Loader=yaml.SafeLoader)
