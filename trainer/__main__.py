@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
             return
         assert config is not None, "`parse_options` refuses missing options without `--show-config`"
         with fast_imports():
-            from datasvc.trainer.recipes.train import train
+            from datasvc.trainer.recipes.servers.job import train_any
 
-        train(config)
+        train_any(config)
     except DatasvcError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)

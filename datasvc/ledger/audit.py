@@ -50,6 +50,7 @@ class EpochAudit:
         reasons: descriptions of ranks with a gap, a repetition or no file, if `never` or `repeated` is not empty.
         disagreements: descriptions of differences between ranks in the attempts that count for the epoch.
         left_out: number of positions served once, with a sample that the run masks, see `Masked`.
+        returned: number of positions that a lost rank served without an effect on the weights, and another one again.
     """
 
     epoch: int
@@ -67,6 +68,7 @@ class EpochAudit:
     reasons: Sequence[str]
     disagreements: Sequence[str] = ()
     left_out: int = 0
+    returned: int = 0
 
     @property
     def is_faultless(self) -> bool:
@@ -215,12 +217,16 @@ class _History:
         counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}  # positions that count
         # Windows of the records of served positions, by attempt (its id, because it is not hashable) and rank.
         passed: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
-        num_recorded = 0
+        num_recorded = num_returned = 0
+        returned = self._returned(epoch)
         for attempt, rank, record in self._records[epoch]:
             strided = attempt.counted(record, self._num_samples)
-            counted[record.kind].append(strided)
+            # What a lost rank served of these has had no effect. It may have served none of it.
+            kept = list(_without(strided, returned[id(attempt), rank]))
+            counted[record.kind] += kept
             if record.kind is RecordKind.SERVED:
                 num_recorded += record.count
+                num_returned += strided.size - sum(part.size for part in kept)
                 passed[id(attempt), rank].append(contiguous(strided.start, strided.stop))
         # In an unfinished epoch, only positions that every rank has passed count as missing: the run may go on.
         is_finished = self._end >= (epoch, self._num_samples)
@@ -246,12 +252,21 @@ class _History:
             padded=sum(strided.size for strided in counted[RecordKind.PADDED]),
             never=coverage.never,
             repeated=coverage.repeated,
-            again=num_recorded - sum(strided.size for strided in counted[RecordKind.SERVED]),
+            again=num_recorded - num_returned - sum(strided.size for strided in counted[RecordKind.SERVED]),
             copies=self._copies[epoch],
             reasons=list(self._reasons(epoch, reached, passed)) if is_uneven else [],
             disagreements=list(self._disagreements(epoch)),
             left_out=num_left_out,
+            returned=num_returned,
         )
+
+    def _returned(self, epoch: int) -> dict[tuple[int, int], list[StridedRange]]:
+        """Return what was returned of each rank, by attempt (its id) and rank."""
+        returned: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
+        for attempt, _, record in self._records[epoch]:
+            if record.kind is RecordKind.RETURNED:
+                returned[id(attempt), record.lost_rank].append(attempt.counted(record, self._num_samples))
+        return returned
 
     def _disagreements(self, epoch: int) -> Iterator[str]:
         """Yield descriptions of the differences between ranks in the attempts that count for an epoch."""
@@ -306,6 +321,14 @@ class _History:
 def _num_below(stop: int, ranges: Iterable[StridedRange]) -> int:
     """Return the number of positions below `stop` in all ranges together."""
     return sum(strided.clip(0, stop).size for strided in ranges)
+
+
+def _without(strided: StridedRange, others: Iterable[StridedRange]) -> Iterator[StridedRange]:
+    """Yield the positions of a range that are in none of several contiguous ranges, as ranges."""
+    for other in sorted(others, key=lambda other: other.start):
+        yield strided.clip(strided.start, other.start)
+        strided = strided.clip(other.stop, strided.stop)
+    yield strided
 
 
 def _union(ranges: Sequence[StridedRange], num_samples: int) -> list[StridedRange]:

@@ -41,8 +41,9 @@ def audit_facts(result: Audit, show: int, names: SampleNames | None) -> dict[str
     epochs = []
     for epoch in result.epochs:
         counts = {name: value for name, value in vars(epoch).items() if name not in {"never", "repeated"}}
-        if not epoch.left_out:  # a field that most audits do not have
-            del counts["left_out"]
+        for name in ("left_out", "returned"):  # fields that most audits do not have
+            if not counts[name]:
+                del counts[name]
         samples = {
             name: {"count": uneven.count, "samples": list_samples(uneven, epoch.epoch, show, names)}
             for name, uneven in (("never", epoch.never), ("repeated", epoch.repeated))
@@ -93,7 +94,7 @@ def describe_outcome(epochs: Sequence[EpochAudit]) -> str:
 
 
 def describe_counts(epoch: EpochAudit) -> list[str]:
-    """Return how the samples of an epoch were served, in one to three sentences."""
+    """Return how the samples of an epoch were served, in one to four sentences."""
     counts = {
         f"served {epoch.served:,}": True,
         f"masked {epoch.masked:,} that did not decode": epoch.masked,
@@ -106,6 +107,8 @@ def describe_counts(epoch: EpochAudit) -> list[str]:
         lines.append(
             f"{epoch.again} were also served before a restart from an older state; those weights are discarded"
         )
+    if epoch.returned:
+        lines.append(f"{epoch.returned} were also served by ranks that were lost before their updates were applied")
     if epoch.copies:
         lines.append(f"{epoch.copies} more are in other files of the same ranks: model-parallel peers, or retries")
     return lines

@@ -5,6 +5,9 @@ A file has a header, with the cursor (epoch, position) of the first batch, and r
     header: magic, format, CRC-32 and JSON, padded with spaces to a multiple of 64 bytes
     record: CRC-32 of the rest, kind, epoch, start, stop, period, offset and length (`StridedRange`), count
 
+The lowest 8 bits of the second field are the kind, and the others the lost rank of a RETURNED record. Format 1 has no
+RETURNED records.
+
 Integers are little-endian. A rank extends its last record in place. Because 64 divides the page size, a killed
 process leaves either the old record or the new one, so a file is correct up to the last batch. A power cut may lose
 the last seconds of a file. Checksums detect incomplete records, and a file that is empty or all zeros is ignored.
@@ -31,7 +34,8 @@ from datasvc.durable import TEMPORARY_PREFIX, fsync_folder, make_folder
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.ledger.strided_range import StridedRange
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+_FORMATS: Final = (1, FORMAT)  # that are read
 SUFFIX: Final = ".ledger"
 RECORD_BYTES: Final = 64
 
@@ -51,6 +55,7 @@ class RecordKind(IntEnum):
         PADDED: served again, masked, to fill a batch.
         DROPPED: left over at the end of an epoch, too few for a batch.
         LEFT_OUT: in a batch, but masked, because the run masks this position or sample; recorded as SERVED too.
+        RETURNED: served, perhaps, by a rank that was lost before its update was applied, and granted to this rank.
     """
 
     SERVED = 1
@@ -58,6 +63,7 @@ class RecordKind(IntEnum):
     PADDED = 3
     DROPPED = 4
     LEFT_OUT = 5
+    RETURNED = 6
 
 
 _KINDS = frozenset(RecordKind)
@@ -72,19 +78,21 @@ class LedgerRecord:
         epoch: epoch, counted from 0.
         strided: the positions as one range. For SERVED, its `stop` is the rank's position after the batch.
         count: number of positions, counted when they were served; equal to `strided.size`.
+        lost_rank: of RETURNED, the data rank that was lost; else 0.
     """
 
     kind: RecordKind
     epoch: int
     strided: StridedRange
     count: int
+    lost_rank: int = 0
 
     def encode(self) -> bytes:
         """Return the record as 64 bytes."""
         strided = self.strided
         fields = (self.epoch, strided.start, strided.stop, strided.period, strided.offset, strided.length, self.count)
         # The first field is the checksum of all others.
-        body = _RECORD.pack(0, self.kind, *fields)[4:]
+        body = _RECORD.pack(0, self.kind | self.lost_rank << 8, *fields)[4:]
         return zlib.crc32(body).to_bytes(4, "little") + body
 
     @classmethod
@@ -97,12 +105,14 @@ class LedgerRecord:
         checksum, kind, epoch, start, stop, period, offset, length, count = _RECORD.unpack(content)
         if zlib.crc32(content[4:]) != checksum:
             raise CorruptDataError("its checksum does not match")
+        lost_rank, kind = divmod(kind, 1 << 8)
         strided = StridedRange(start, stop, period, offset, length)
         is_valid_window = 0 <= start <= stop < _MAX_POSITION
         is_valid = epoch >= 0 and is_valid_window and 0 <= offset < period and length >= 0
-        if kind not in _KINDS or not is_valid or strided.size != count:
+        is_valid_kind = kind in _KINDS and (kind == RecordKind.RETURNED or not lost_rank)
+        if not is_valid_kind or not is_valid or strided.size != count:
             raise CorruptDataError("its fields contradict each other")
-        return cls(RecordKind(kind), epoch, strided, count)
+        return cls(RecordKind(kind), epoch, strided, count, lost_rank)
 
 
 @dataclass(frozen=True)
@@ -271,9 +281,10 @@ def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
     checksum, _, body = fields.partition(b" ")
     if magic != _MAGIC or not format_number.isdigit():
         raise CorruptDataError(f"{path} does not start with the header of a ledger; the file is ignored")
-    if int(format_number) != FORMAT:
+    if int(format_number) not in _FORMATS:
         raise ConfigError(
-            f"{path} has format {int(format_number)}; this datasvc reads format {FORMAT}: use a matching release"
+            f"{path} has format {int(format_number)}; this datasvc reads the formats {_FORMATS[0]} and {FORMAT}: use "
+            "a matching release"
         )
     body = body.rstrip()
     if b"%08x" % zlib.crc32(body) != checksum or len(line) % RECORD_BYTES:

@@ -222,6 +222,19 @@ class SampleBatches:
                 yield self._read(cursor.epoch, located)
             cursor = Cursor(cursor.epoch + 1, 0)
 
+    def read_part(self, cursor: Cursor, rank: int) -> SampleBatch:
+        """Return the part of the global batch at a cursor that a data rank serves, of this process or of another.
+
+        Raises:
+            ConfigError: the epoch has no batch there.
+        """
+        for number, split_cursor in self._locator.cursors(cursor).items():
+            self._readers[number].advance(split_cursor)
+        located = next(self._locate_from(cursor.epoch, cursor.position, rank=rank), None)
+        if located is None:
+            raise ConfigError(f"no batch begins at position {cursor.position} of epoch {cursor.epoch}")
+        return self._read(cursor.epoch, located)
+
     def find_places(self, cursor: Cursor) -> BatchPositions:
         """Return where the samples of the batch at a cursor are stored; of packs, all documents. No shard is opened.
 

@@ -100,7 +100,8 @@ class Ledger:
         self._file: int | None = None
         self._header_bytes = 0
         self._end = _FileEnd()
-        self._before_last: tuple[Cursor, _FileEnd] | None = None  # cursor and end of the file before the last batch
+        # Step and first position of the last batch, and the end of the file before it.
+        self._before_last: tuple[tuple[Cursor, list[int]], _FileEnd] | None = None
         self._check_folder()
 
     def prepare(self) -> None:
@@ -124,12 +125,14 @@ class Ledger:
             UnavailableError: the file cannot be written; the message has the reason.
         """
         step = batch.step
-        if self._before_last is not None and self._before_last[0] == batch.before:
+        # Two parts of a step, which one rank may serve (`PartReader`), differ in their positions.
+        identity = (batch.before, batch.positions[:1].tolist())
+        if self._before_last is not None and self._before_last[0] == identity:
             # The batch is recorded already, but an interrupt came before the cursor moved. Write its records again,
             # in the same place.
             self._end = self._before_last[1]
         else:
-            self._before_last = (batch.before, self._end)
+            self._before_last = (identity, self._end)
         self._open()
         is_full = bool(batch.mask.all())
         is_served = batch.mask if batch.masked is None else batch.mask | batch.masked
@@ -140,6 +143,19 @@ class Ledger:
         samples = batch.positions if is_full else batch.positions[is_served]
         for strided in describe_positions(step.start, step.next_position, samples):
             self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, strided, strided.size))
+
+    def write_returned(self, batch: SampleBatch, lost_rank: int) -> None:
+        """Record that a rank was lost before its update with this batch was applied. Call this before `write`.
+
+        Raises the errors of `write`.
+        """
+        self._open()
+        self._append(
+            [
+                LedgerRecord(RecordKind.RETURNED, batch.epoch, strided, strided.size, lost_rank)
+                for strided in split_runs(batch.positions[batch.mask])
+            ]
+        )
 
     def end_epoch(self, epoch: int, position: int) -> None:
         """Record that an epoch ends at `position` and drops its remaining samples. Raises the errors of `write`."""

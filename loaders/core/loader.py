@@ -24,6 +24,7 @@ from datasvc.loaders.core.batches import BatchDecoder, Cursor, SampleBatch, Samp
 from datasvc.loaders.core.derived_order import derive_windowed, follow_splits, order_of_state
 from datasvc.loaders.core.ledger import Ledger
 from datasvc.loaders.core.mixture import Mixture, purged_samples, splits_of
+from datasvc.loaders.core.parts import PartReader
 from datasvc.loaders.core.sample_keys import BatchPlaces, SampleKeys
 from datasvc.loaders.core.state import SingleThreadGuard, restore_state, save_state
 from datasvc.loaders.profiling.bottleneck import Resources
@@ -47,7 +48,7 @@ _FIXED: Final = frozenset({"split", "batch_size", "training", "tail", "ranks"})
 B = TypeVar("B")
 
 
-class Loader(ABC, Generic[B]):
+class Loader(PartReader[B], ABC, Generic[B]):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
     `ImageLoader` and `TokenLoader` derive from this class.

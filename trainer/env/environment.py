@@ -28,6 +28,9 @@ SMOKE_STEPS: Final = "DATASVC_SMOKE_STEPS"
 SMOKE_RANKS: Final = "DATASVC_SMOKE_RANKS"
 """Likewise: the number of ranks of the job that starts after it."""
 
+NUM_SERVERS: Final = "DATASVC_SERVERS"
+"""Variable of a job with parameter servers, `datasvc-run --servers`: how many of its first ranks serve."""
+
 
 @dataclass(frozen=True)
 class RankPlacement:
@@ -81,6 +84,16 @@ def smoke_steps() -> int | None:
     """
     text = os.environ.get(SMOKE_STEPS)
     return parse_whole(text, SMOKE_STEPS) if text else None
+
+
+def read_num_servers(environ: Mapping[str, str]) -> int:
+    """Return the number of first ranks that are parameter servers; 0 without the variable.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
+    text = environ.get(NUM_SERVERS)
+    return parse_whole(text, NUM_SERVERS) if text else 0
 
 
 def placement_variables(placement: RankPlacement) -> dict[str, str]:

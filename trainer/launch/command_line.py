@@ -20,7 +20,7 @@ from pathlib import Path
 
 from datasvc.extras import explain_missing
 from datasvc.printable import escape_unencodable
-from datasvc.trainer.env.environment import SMOKE_RANKS, SMOKE_STEPS
+from datasvc.trainer.env.environment import NUM_SERVERS, SMOKE_RANKS, SMOKE_STEPS
 from datasvc.trainer.launch.config_file import OneLineParser, read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
 from datasvc.trainer.launch.ranks.hosts import is_local, parse_hosts, read_allocation, read_host_file
@@ -137,6 +137,13 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     # `-x NAME=VALUE` sets a variable. `-x NAME` copies the launcher's variable to the ranks on other hosts.
     assignments = [text.partition("=") for text in options.x]
     variables.update({name: value for name, equals, value in assignments if equals})
+    num_servers = options.servers or 0
+    if num_servers:
+        if elastic is not None or options.smoke is not None:
+            raise ValueError("--servers does not go with elastic jobs and --smoke; its workers may be lost anyway")
+        if num_servers >= num_ranks:
+            raise ValueError(f"--servers {num_servers} leaves no worker of {num_ranks} ranks; start more with -np")
+        variables[NUM_SERVERS] = str(num_servers)
     interfaces = (options.network_interface or "").split(",")
     job = LaunchJob(
         command=command,
@@ -159,6 +166,7 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         is_verbose=options.verbose,
         smoke_ranks=options.smoke,
         smoke_timeout_s=options.smoke_timeout,
+        num_servers=num_servers,
     )
     if options.smoke is not None:
         plan_smoke(job)  # only for its errors
@@ -230,6 +238,12 @@ def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
 def _build_parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(prog=prog, description="Run a program as the ranks of one data-parallel job.")
     parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--servers",
+        type=_positive,
+        metavar="N",
+        help="the first N ranks are parameter servers, for --sync ssp and async; the others may be lost",
+    )
     parser.add_argument("--no-prefix", action="store_true", help="print output lines without the prefix [rank]")
     parser.add_argument(
         "-prefix-timestamp",

@@ -131,7 +131,8 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
             data=[run.reading.use()],
             config=config,
             metrics=run.metrics,
-            execution=describe_execution(
+            execution=run.execution
+            or describe_execution(
                 run.layout,
                 zero=run.config.zero,
                 exchanges_heads=run.divided is not None and run.divided.exchanges_heads,

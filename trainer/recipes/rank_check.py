@@ -40,10 +40,7 @@ def check_job(config: TrainConfig, *, has_begun: bool = False) -> None:
     Raises:
         ConfigError: ranks differ; see `check_facts`.
     """
-    facts = {name: value for name, value in config.to_dict().items() if name not in _OF_NODE}
-    # The ranks exchange the addresses of servers that they start; other peers are of a node.
-    facts["peers"] = config.peers if config.peers == "ranks" else None
-    check_facts(facts, name="start.settings")
+    check_facts(facts_of_settings(config.to_dict()), name="start.settings")
     code: dict[str, Any] = {}
     if has_begun:
         return
@@ -53,6 +50,13 @@ def check_job(config: TrainConfig, *, has_begun: bool = False) -> None:
         if (revision := identify_code()) is not None:  # a node without git may have the same code
             code["code"] = revision
     check_facts(code, name="start.code")
+
+
+def facts_of_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the settings of a rank, by name, that are equal on all ranks of a job."""
+    facts = {name: value for name, value in settings.items() if name not in _OF_NODE}
+    # The ranks exchange the addresses of servers that they start; other peers are of a node.
+    return {**facts, "peers": settings["peers"] if settings["peers"] == "ranks" else None}
 
 
 def check_data(data: TrainingData, versions: Sequence[str]) -> None:

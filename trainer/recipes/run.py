@@ -14,7 +14,7 @@ from torch import Tensor
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import Loader
-from datasvc.models import CheckpointManager, ConsumptionTracker, SaveHandle
+from datasvc.models import CheckpointManager, ConsumptionTracker, Execution, SaveHandle
 from datasvc.node.ranks import RankNodes
 from datasvc.repository.logs.references import choose_metric_mode
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
@@ -53,6 +53,7 @@ class Run(Learner):
         parent: version that the first checkpoint of this process continues; None: the version that it restores.
         not_finite_since: step after which the loss or the weights were found not to be finite; None: they are.
         has_saved: whether this process has begun a checkpoint of the run.
+        execution: how the job computes the steps; None: as its layout and settings say.
     """
 
     loader: Loader[Any]
@@ -78,6 +79,7 @@ class Run(Learner):
     parent: str | None = None
     not_finite_since: int | None = None
     has_saved: bool = False
+    execution: Execution | None = None
 
     @property
     def ref(self) -> str | None:

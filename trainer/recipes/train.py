@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import datasvc.trainer as hvd
-from datasvc.errors import NotFiniteError
+from datasvc.errors import ConfigError, NotFiniteError
 from datasvc.loaders.profiling.step_times import trace_path
 from datasvc.models.provenance.forgetting import ForgetPlan
 from datasvc.models.saving.preemption import SIGNALS
@@ -64,6 +64,11 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
             continues with the other ranks. With a layout of other axes than data, a rank that does not leave its
             collectives then ends its process, and so does one that has not called `hvd.shutdown` 30 s later.
     """
+    if config.uses_servers:
+        raise ConfigError(
+            f"sync is {config.sync!r}, with which the order of updates, and so the weights, can depend on the speed "
+            "of workers: only `python -m datasvc.trainer` trains so, and no run is repeated to forget samples"
+        )
     # An impossible layout is refused here, because the ranks would otherwise connect first.
     size = read_placement(os.environ).size
     smoke = read_smoke(os.environ, size)

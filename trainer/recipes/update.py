@@ -89,7 +89,7 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     num_of_step = num_targets if run.steps_alone else num_of_all
     num_divided_by = max(num_of_step, 1)  # 0 if all are padding
     if run.divided is None:
-        total = _accumulate(run, examples, num_divided_by, mark)
+        total = accumulate(run, examples, num_divided_by, mark)
     else:
         total = _accumulate_divided(run, run.divided, examples, num_divided_by, mark)
     if run.config.averages_weights and num_of_step == 0:
@@ -153,7 +153,7 @@ def _share_overflow(scale: torch.amp.GradScaler, optimizer: Any) -> None:
             hvd.allreduce_(found, name="update.overflow", op=hvd.Max)
 
 
-def _accumulate(run: Learner, examples: Examples, num_divided_by: int, mark: Mark) -> torch.Tensor:
+def accumulate(run: Learner, examples: Examples, num_divided_by: int, mark: Mark) -> torch.Tensor:
     """Add the gradients of a batch, in passes of `micro_batch` samples; return the sum of the losses, detached."""
     total = torch.zeros((), device=run.device)
     for part in examples.split(run.batches.micro_batch):
@@ -169,11 +169,11 @@ def _accumulate(run: Learner, examples: Examples, num_divided_by: int, mark: Mar
 def _accumulate_divided(
     run: Learner, divided: DividedModel, examples: Examples, num_divided_by: int, mark: Mark
 ) -> torch.Tensor:
-    """As `_accumulate`, for a model that is divided over ranks; the sum is that of all ranks with the same batch."""
+    """As `accumulate`, for a model that is divided over ranks; the sum is that of all ranks with the same batch."""
     if divided.split is not None:
         examples = examples.narrow_tokens(divided.split.narrow)
     if divided.pipeline is None:
-        total = _accumulate(run, examples, num_divided_by, mark)
+        total = accumulate(run, examples, num_divided_by, mark)
     else:
 
         def compute_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,8 @@ class LaunchJob:
         time_limit_s: time after which the job is ended as failed; for static jobs. None: no limit.
         smoke_ranks: number of ranks of the smoke run before the job; None: there is none.
         smoke_timeout_s: time limit of the smoke run; None: no limit.
+        num_servers: number of first ranks that are parameter servers; 0: none. The job goes on without other ranks
+            that fail, as long as one of them is left.
     """
 
     command: Sequence[str]
@@ -70,6 +72,7 @@ class LaunchJob:
     time_limit_s: float | None = None
     smoke_ranks: int | None = None
     smoke_timeout_s: float | None = None
+    num_servers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,11 +129,22 @@ class _RankMonitor:
                 failure = self._check_late_ranks() or self._check_time_limit()
             else:
                 self._running.discard(int(end.worker_id))
-                failure = self._failure_of(self._find_cause(end)) if end.returncode else None
+                failure = self._failure_of(self._find_cause(end)) if end.returncode and self._is_needed(end) else None
             if failure is not None:
                 self._group.terminate()
                 return failure
         return None
+
+    def _is_needed(self, end: RankEnd) -> bool:
+        """Return whether the job cannot go on without a rank that has failed; if it can, print a message."""
+        rank, num_servers = int(end.worker_id), self._job.num_servers
+        # Without servers, all ranks are needed. With them, one worker is enough.
+        if not num_servers or rank < num_servers or max(self._running, default=0) < num_servers:
+            return True
+        if self._group.first_signal is None:
+            reason = self._group.processes[end.worker_id].trouble or describe_end(end.returncode)
+            print_message(f"the job goes on without {self._names_of([rank])}, which {reason}")
+        return False
 
     def _find_cause(self, end: RankEnd) -> RankEnd:
         """Return the end of the rank that failed first, or `end` if no such rank ends within `_CAUSE_WAIT_S`."""

@@ -16,7 +16,7 @@ from datasvc.trainer.optim.sync_policy import SyncPolicy, parse_sync
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A setting that does not go with an average of weights.
+    """A setting that does not go with an average of weights, or with parameter servers.
 
     Attributes:
         option: the setting, as on a command line.
@@ -129,10 +129,98 @@ EXCLUSIONS: Final = (
     ),
 )
 
+SERVER_EXCLUSIONS: Final = (
+    Exclusion(
+        "--layout",
+        lambda config: config.layout is not None,
+        "each worker has the whole model, and the servers divide it by their own rule",
+        "leave it out",
+    ),
+    Exclusion(
+        "--elastic",
+        lambda config: config.elastic,
+        "the job goes on without workers that are lost anyway",
+        "leave it out",
+    ),
+    Exclusion(
+        "--op adasum",
+        lambda config: config.combines_steps,
+        "workers make no steps",
+        "leave out --op",
+    ),
+    Exclusion(
+        "--compression",
+        lambda config: config.compression != "none",
+        "gradients are sent in float32",
+        "leave it out",
+    ),
+    Exclusion(
+        "--bucket",
+        lambda config: config.bucket is not None,
+        "a gradient is sent in one piece to each server",
+        "leave it out",
+    ),
+    Exclusion(
+        "--clip-norm",
+        lambda config: config.clip_norm is not None,
+        "no process has the gradient of a whole step, whose norm it would be",
+        "leave it out",
+    ),
+    Exclusion(
+        "--sync-batch-norm",
+        lambda config: config.sync_batch_norm,
+        "workers are not at the same step",
+        "give --statistics recompute",
+    ),
+    Exclusion(
+        "--ema-decay",
+        lambda config: config.ema_decay is not None,
+        "the servers have no average of their weights",
+        "leave it out",
+    ),
+    Exclusion(
+        "--precision fp16",
+        lambda config: config.precision == "fp16",
+        "a loss scale would differ between workers",
+        "use bf16, which needs none",
+    ),
+    Exclusion(
+        "--signals",
+        lambda config: config.signals is not None,
+        "a worker may be lost with the losses that it has recorded",
+        "leave it out",
+    ),
+    Exclusion(
+        "--profile",
+        lambda config: config.profile is not None,
+        "server 0, which reports, loads no batches",
+        "leave it out",
+    ),
+    Exclusion(
+        "--decode-group",
+        lambda config: config.decode_group is not None,
+        "workers read other samples in each run",
+        "leave it out",
+    ),
+    Exclusion(
+        "--peers ranks",
+        lambda config: config.peers == "ranks",
+        "a worker that serves other nodes may be lost",
+        "give the addresses of `datasvc serve`",
+    ),
+    Exclusion(
+        "--local-checkpoints",
+        lambda config: config.local_checkpoints is not None,
+        "only server 0 saves",
+        "leave it out",
+    ),
+)
+
 
 def check_exclusions(config: Any) -> None:
     """Refuse settings, a `TrainConfig`, that do not go with its setting `sync`. Raises ConfigError: one is set."""
-    for excluded in EXCLUSIONS if config.averages_weights else ():
+    exclusions = EXCLUSIONS if config.averages_weights else SERVER_EXCLUSIONS if config.uses_servers else ()
+    for excluded in exclusions:
         if excluded.is_set(config):
             raise ConfigError(
                 f"sync is {config.sync!r}, which does not go with {excluded.option}: {excluded.reason}; "
@@ -141,6 +229,11 @@ def check_exclusions(config: Any) -> None:
 
 
 def format_exclusions() -> str:
-    """Return the table as Markdown, as the documentation has it."""
-    rows = (f"| `{each.option}` | {each.reason} | {each.remedy} |\n" for each in EXCLUSIONS)
-    return "| not with `--sync` | because | instead |\n|---|---|---|\n" + "".join(rows)
+    """Return the tables as Markdown, as the documentation has them."""
+    tables = {"not with `--sync`": EXCLUSIONS, "not with `ssp` and `async`": SERVER_EXCLUSIONS}
+    return "\n".join(_format_table(title, exclusions) for title, exclusions in tables.items())
+
+
+def _format_table(title: str, exclusions: tuple[Exclusion, ...]) -> str:
+    rows = (f"| `{each.option}` | {each.reason} | {each.remedy} |\n" for each in exclusions)
+    return f"| {title} | because | instead |\n|---|---|---|\n" + "".join(rows)

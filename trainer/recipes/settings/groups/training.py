@@ -14,6 +14,7 @@ from datasvc.trainer.recipes.optimizers.parameter_groups import Decayed
 from datasvc.trainer.recipes.optimizers.precision import Precision
 from datasvc.trainer.recipes.optimizers.schedules import RateScaling, Shape
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup, naming
+from datasvc.trainer.servers.leases import Staleness, parse_staleness
 
 IMAGE_MODEL: Final = "small-cnn"
 """The default model of image data."""
@@ -25,7 +26,7 @@ TEXT_MODEL: Final = "gpt"
 _COMPRESSIONS: Final = "{none,fp16,bf16,topk:SHARE[:STEPS],dgc:SHARE[:STEPS],powersgd:RANK[:STEPS],quantized:CODEC}"
 _SYNCS: Final = (
     "{bsp,local:STEPS,postlocal:STEPS:STEPS,hierarchical:STEPS,STEPS,easgd:STEPS:BETA,"
-    "diloco:STEPS[:OPTIONS],gossip:GRAPH[:STEPS],tournament:STEPS[:OPTIONS]}"
+    "diloco:STEPS[:OPTIONS],gossip:GRAPH[:STEPS],tournament:STEPS[:OPTIONS],ssp:STEPS,async}"
 )
 _PLAIN: Final = ("none", "fp16", "bf16")  # the compressions without a number, which keep nothing between steps
 
@@ -256,7 +257,8 @@ class GradientSettings(SettingGroup):
             of a node, every 8 all; "easgd:8:0.9": elastic averaging; "diloco:32": with an outer optimizer;
             "gossip:ring", "gossip:exponential": with neighbours; "tournament:8": every 8 steps the loser of each
             pair of ranks takes over the winner, "tournament:8:samples=256,perturb=1.2" with learning rates that
-            differ. See docs/explanation/waiting.md.
+            differ. With parameter servers (`datasvc-run --servers`): "ssp:3": a worker waits if it is more than 3
+            steps ahead of the slowest; "async": never. See docs/explanation/waiting.md.
         bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto": chosen
             from measurements in the first steps; None: 25MiB.
     """
@@ -270,7 +272,10 @@ class GradientSettings(SettingGroup):
 
     def check(self) -> None:
         """Check the forms of compression, sync and bucket, and that these go with what the ranks combine."""
-        self.parse_sync()
+        if self.uses_servers:
+            self.parse_staleness()
+        else:
+            self.parse_sync()
         choice = self.parse_compression()
         if self.combines_steps and choice.has_memory:
             raise ConfigError(
@@ -294,7 +299,12 @@ class GradientSettings(SettingGroup):
     @property
     def averages_weights(self) -> bool:
         """Whether each rank makes steps with its own gradients, and the ranks average their weights in rounds."""
-        return self.sync != "bsp"
+        return self.sync != "bsp" and not self.uses_servers
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether workers push gradients to parameter servers."""
+        return self.sync.partition(":")[0] in ("ssp", "async")
 
     @property
     def makes_own_steps(self) -> bool:
@@ -317,7 +327,17 @@ class GradientSettings(SettingGroup):
         try:
             return parse_sync(self.sync)
         except ValueError as error:
-            raise ConfigError(f"{error}; or bsp, with which the ranks combine gradients in every step") from error
+            raise ConfigError(
+                f"{error}; or bsp, with which the ranks combine gradients in every step; or ssp:STEPS or async, with "
+                "parameter servers"
+            ) from error
+
+    def parse_staleness(self) -> Staleness:
+        """Return how far workers of parameter servers may be apart. Raises ConfigError: it has another form."""
+        try:
+            return parse_staleness(self.sync)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def parse_bucket(self) -> int | Literal["auto"] | None:
         """Return the maximum size of buckets in bytes, "auto", or None for the optimizer's default."""

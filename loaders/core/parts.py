@@ -1,0 +1,84 @@
+"""Parts of global batches in any order: for the workers of parameter servers, which share a run by their speed.
+
+A worker reads the part that some data rank would serve, of a step that the servers choose. Steps never go back to an
+earlier epoch. The ledger has what this process read, under its own data rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from datasvc.loaders.core.split_reader import Cursor
+from datasvc.order import Tail, count_steps
+
+if TYPE_CHECKING:
+    from datasvc.loaders.core.batches import SampleBatch, SampleBatches
+    from datasvc.loaders.core.ledger import Ledger
+    from datasvc.loaders.core.mixture import Mixture
+    from datasvc.shards import Split
+
+B = TypeVar("B")
+
+
+class PartReader(ABC, Generic[B]):
+    """The methods of a loader for parts; see `Loader` for its attributes. Give it `prefetch=0`."""
+
+    split: Split | Mixture
+    tail: Tail
+    _batches: SampleBatches
+    _cursor: Cursor
+    _ledger: Ledger | None
+    _prefetch: int
+    _stream: Iterator[SampleBatch] | None
+
+    @property
+    @abstractmethod
+    def _global_batch(self) -> int: ...
+
+    @abstractmethod
+    def _next(self) -> tuple[B, Cursor]: ...
+
+    @abstractmethod
+    def _open_ledger(self) -> None: ...
+
+    def take_part(self, epoch: int, position: int, rank: int, *, lost_ranks: Sequence[int] = ()) -> B:
+        """Return the part of the global batch at a position that a data rank serves.
+
+        Args:
+            epoch: epoch of the step; not before that of the last part.
+            position: first position of the step.
+            rank: data rank whose part it is.
+            lost_ranks: data ranks of processes that may have served this part, whose updates are lost.
+
+        Raises:
+            ConfigError: the epoch has no step at the position.
+            BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
+        """
+        assert not self._prefetch, "the next part is not known in advance"
+        self._open_ledger()
+        self.end_epochs_before(epoch)
+        cursor = Cursor(epoch, position)
+        if cursor < self._cursor:
+            # The shards of this step are released already; read it as if it were the first one.
+            self._batches.close()
+        batch = self._batches.read_part(cursor, rank)
+        if self._ledger is not None:
+            for lost_rank in lost_ranks:
+                self._ledger.write_returned(batch, lost_rank)
+        self._cursor, self._stream = cursor, iter([batch])
+        finished, self._cursor = self._next()
+        return finished
+
+    def end_epochs_before(self, epoch: int) -> None:
+        """Record that the epochs before `epoch` are over, and drop their last samples, which fill no batch."""
+        while self._cursor.epoch < epoch:
+            # Not the position of the last part: other processes may have served later ones.
+            start = self._cursor.position % self._global_batch
+            num_steps = count_steps(start, len(self.split), self._global_batch, self.tail)
+            if self._ledger is not None:
+                self._ledger.end_epoch(
+                    self._cursor.epoch, min(start + num_steps * self._global_batch, len(self.split))
+                )
+            self._cursor = Cursor(self._cursor.epoch + 1, 0)

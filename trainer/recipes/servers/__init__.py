@@ -1,0 +1,1 @@
+"""The training program with parameter servers: `datasvc-run --servers`, `--sync ssp:STEPS` and `--sync async`."""

@@ -1,0 +1,74 @@
+"""What every server does for its workers, and the servers that only do this. Server 0 is the `Coordinator`.
+
+A worker sends `pull` and gets the weights; it sends `push`, the number of its lease and the gradients, and gets an
+answer when they are staged. Server 0 sends `apply`, `discard` and `state` to the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.servers.link import Link
+from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
+
+
+def answer_worker(link: Link, shard: ParameterShard, worker: int, message: Mapping[str, Any]) -> None:
+    """Answer a message of a worker about the weights of this server."""
+    if message["op"] == "pull":
+        link.send(shard.pull())
+    else:
+        assert message["op"] == "push"
+        shard.stage((worker, message["lease"]), link.receive(torch.empty(shard.size)))
+        link.send_message()
+
+
+def change_shard(shard: ParameterShard, message: Mapping[str, Any]) -> None:
+    """Do what server 0 has decided for all servers: `apply` an update, or `discard` the push of a lost worker."""
+    if message["op"] == "apply":
+        pushes = [(worker, lease) for worker, lease in message["pushes"]]
+        shard.apply(pushes, num_targets=message["num_targets"], rate=message["rate"])
+    else:
+        assert message["op"] == "discard"
+        shard.discard((message["worker"], message["lease"]))
+
+
+def serve_shard(
+    store: Store, *, server: int, num_workers: int, make_optimizer: MakeOptimizer, timeout_s: float
+) -> None:
+    """Serve a part of the weights until server 0 ends the job.
+
+    Args:
+        store: store of the job.
+        server: number of this server, from 1.
+        num_workers: number of workers.
+        make_optimizer: makes the optimizer of this server's weights.
+        timeout_s: how long to wait for server 0 to connect.
+
+    Raises:
+        HorovodInternalError: server 0 is lost, or did not connect in time.
+    """
+    control = Link(store, f"control/{server}", end=0, peer="server 0 (rank 0)", timeout_s=timeout_s)
+    shard = ParameterShard(control.receive_state(), make_optimizer)
+
+    def serve(worker: int) -> None:
+        # If the worker is lost, this thread ends, and those of the others go on.
+        with contextlib.suppress(HorovodInternalError):
+            link = Link(store, f"{server}/{worker}", end=0, peer=f"worker {worker}")
+            while True:
+                answer_worker(link, shard, worker, link.receive_message())
+
+    for worker in range(num_workers):
+        threading.Thread(target=serve, args=(worker,), daemon=True, name=f"worker-{worker}").start()
+    while (message := control.receive_message())["op"] != "end":
+        if message["op"] == "state":
+            control.send_state(shard.state())
+        else:
+            change_shard(shard, message)
+            control.send_message()
