@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from datasvc.loaders.core.split_reader import Cursor
 from datasvc.order import Tail, count_steps
@@ -23,7 +23,7 @@ B = TypeVar("B")
 
 
 class PartReader(ABC, Generic[B]):
-    """The methods of a loader for parts; see `Loader` for its attributes. Give it `prefetch=0`."""
+    """What `take_part` and `end_epochs_before` need of a loader; see `Loader` for its attributes."""
 
     split: Split | Mixture
     tail: Tail
@@ -43,22 +43,10 @@ class PartReader(ABC, Generic[B]):
     @abstractmethod
     def _open_ledger(self) -> None: ...
 
-    def take_part(self, epoch: int, position: int, rank: int, *, lost_ranks: Sequence[int] = ()) -> B:
-        """Return the part of the global batch at a position that a data rank serves.
-
-        Args:
-            epoch: epoch of the step; not before that of the last part.
-            position: first position of the step.
-            rank: data rank whose part it is.
-            lost_ranks: data ranks of processes that may have served this part, whose updates are lost.
-
-        Raises:
-            ConfigError: the epoch has no step at the position.
-            BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
-        """
+    def _take_part(self, epoch: int, position: int, rank: int, *, lost_ranks: Sequence[int] = ()) -> B:
         assert not self._prefetch, "the next part is not known in advance"
         self._open_ledger()
-        self.end_epochs_before(epoch)
+        self._end_epochs_before(epoch)
         cursor = Cursor(epoch, position)
         if cursor < self._cursor:
             # The shards of this step are released already; read it as if it were the first one.
@@ -71,8 +59,7 @@ class PartReader(ABC, Generic[B]):
         finished, self._cursor = self._next()
         return finished
 
-    def end_epochs_before(self, epoch: int) -> None:
-        """Record that the epochs before `epoch` are over, and drop their last samples, which fill no batch."""
+    def _end_epochs_before(self, epoch: int) -> None:
         while self._cursor.epoch < epoch:
             # Not the position of the last part: other processes may have served later ones.
             start = self._cursor.position % self._global_batch
@@ -82,3 +69,25 @@ class PartReader(ABC, Generic[B]):
                     self._cursor.epoch, min(start + num_steps * self._global_batch, len(self.split))
                 )
             self._cursor = Cursor(self._cursor.epoch + 1, 0)
+
+
+def take_part(loader: PartReader[B], epoch: int, position: int, rank: int, *, lost_ranks: Sequence[int] = ()) -> B:
+    """Return the part of the global batch at a position that a data rank serves.
+
+    Args:
+        loader: loader with `prefetch=0`, because the next part is not known in advance.
+        epoch: epoch of the step; not before that of the last part.
+        position: first position of the step.
+        rank: data rank whose part it is.
+        lost_ranks: data ranks of processes that may have served this part, whose updates are lost.
+
+    Raises:
+        ConfigError: the epoch has no step at the position.
+        BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
+    """
+    return loader._take_part(epoch, position, rank, lost_ranks=lost_ranks)  # noqa: SLF001 - not of the public API
+
+
+def end_epochs_before(loader: PartReader[Any], epoch: int) -> None:
+    """Record that the epochs before `epoch` are over, and drop their last samples, which fill no batch."""
+    loader._end_epochs_before(epoch)  # noqa: SLF001

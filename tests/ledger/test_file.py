@@ -156,9 +156,24 @@ def test_a_damaged_header_leaves_the_file_out(path, place):
 
 
 def test_a_later_format_is_refused(path):
-    path.write_bytes(path.read_bytes().replace(b"datasvc-ledger 1 ", b"datasvc-ledger 2 ", 1))
-    with pytest.raises(ConfigError, match=r"has format 2; this datasvc reads format 1"):
+    path.write_bytes(path.read_bytes().replace(b"datasvc-ledger 2 ", b"datasvc-ledger 3 ", 1))
+    with pytest.raises(ConfigError, match=r"has format 3; this datasvc reads the formats 1 and 2"):
         list(read_ledger(path))
+
+
+def test_an_older_format_is_read(path):
+    (written,) = read_ledger(path)
+    path.write_bytes(path.read_bytes().replace(b"datasvc-ledger 2 ", b"datasvc-ledger 1 ", 1))
+    (found,) = read_ledger(path)
+    assert found == written
+
+
+def test_a_record_has_a_lost_rank_only_if_it_is_of_returned_samples():
+    strided = contiguous(3, 5)
+    record = LedgerRecord(RecordKind.RETURNED, 1, strided, 2, lost_rank=70_000)
+    assert LedgerRecord.decode(record.encode()) == record
+    with pytest.raises(CorruptDataError, match="contradict"):
+        LedgerRecord.decode(LedgerRecord(RecordKind.SERVED, 1, strided, 2, lost_rank=1).encode())
 
 
 def test_a_path_without_a_ledger_is_refused(tmp_path, path):

@@ -1,12 +1,10 @@
 """Saves the complete state of a run as checkpoints, and restores it; used by the training loop.
 
 A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
-and of every rank the random states, the batch statistics, and what it has not sent of its gradients.
-With `--sync`, the weights are means over the ranks, or with a tournament those of the best one, and each rank also
-saves its own. A run that was killed and
-resumed at the same world size therefore ends with the same bits as an uninterrupted run. The steps at which
-checkpoints were made do not matter. With the bucket size "auto", which depends on measurements, the last bits
-can differ.
+and of every rank the random states, the batch statistics, and what it has not sent of its gradients. With `--sync`,
+the weights are means over the ranks, or those of the best one, and each rank also saves its own. A run that was
+killed and resumed at the same world size therefore ends with the bits of an uninterrupted run, wherever checkpoints
+were made. With the bucket size "auto", and with parameter servers, where server 0 saves alone, the bits can differ.
 """
 
 from __future__ import annotations
@@ -485,7 +483,8 @@ def _resume_optimizer(
 
 
 def _saved_layout(entry: Mapping[str, Any]) -> Mapping[str, int]:
-    return (entry.get("execution") or {}).get("layout") or {}
+    execution = entry.get("execution") or {}
+    return {} if execution.get("topology") == "centralised" else execution.get("layout") or {}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import Store
 
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.servers.leases import LeaseTable, Staleness
-from datasvc.trainer.servers.link import Link
 from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
+from datasvc.trainer.servers.server_link import ServerLink
 from datasvc.trainer.servers.shard_server import answer_worker, change_shard
 
 _LATE_WORKERS_S: Final = 60.0
@@ -93,10 +93,10 @@ class Coordinator:
         self._living = set(range(num_workers))
         self._failure: HorovodInternalError | None = None
         self._end: Mapping[str, Any] | None = None  # the last message to each worker
-        self._others: list[Link] = []
+        self._others: list[ServerLink] = []
         for server, state in enumerate(shards[1:], start=1):
             peer = f"server {server} (rank {server})"
-            self._others.append(Link(store, f"control/{server}", end=1, peer=peer, timeout_s=timeout_s))
+            self._others.append(ServerLink(store, f"control/{server}", end=1, peer=peer, timeout_s=timeout_s))
             self._others[-1].send_state(dict(state))
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True, name=f"worker-{worker}")
@@ -165,7 +165,7 @@ class Coordinator:
     def _serve(self, worker: int) -> None:
         """Answer a worker until it is lost or the job ends."""
         try:
-            link = Link(self._store, f"0/{worker}", end=0, peer=f"worker {worker}")
+            link = ServerLink(self._store, f"0/{worker}", end=0, peer=f"worker {worker}")
             link.send_state(dict(self._welcome))
             while True:
                 message = link.receive_message()

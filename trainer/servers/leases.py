@@ -53,7 +53,7 @@ def may_start(clock: int, slowest: int, bound: int | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Lease:
+class PartLease:
     """A part of a step, granted to a worker.
 
     Attributes:
@@ -104,7 +104,7 @@ class LeaseTable:
         """Grant no more leases, but those that complete the steps that have begun."""
         self._limit = min(self._limit, -(-self._next // self._num_parts) * self._num_parts)
 
-    def grant(self, worker: int) -> Lease | None:
+    def grant(self, worker: int) -> PartLease | None:
         """Return a lease for a worker, which holds none; None: it must wait. Returned leases are granted first."""
         number = min(self._returned, default=self._next)
         step = number // self._num_parts
@@ -114,7 +114,7 @@ class LeaseTable:
         self._next = max(self._next, number + 1)
         self._holders[number] = worker
         self.largest_gap = max(self.largest_gap, step - self.num_done)
-        return Lease(number, step, number % self._num_parts, self._lost.get(number, ()))
+        return PartLease(number, step, number % self._num_parts, self._lost.get(number, ()))
 
     def plan_update(self, worker: int, number: int) -> Sequence[tuple[int, int]]:
         """Return the pushes, (worker, lease), that are applied as one update once this lease is committed.

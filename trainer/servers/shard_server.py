@@ -15,11 +15,11 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from datasvc.trainer.errors import HorovodInternalError
-from datasvc.trainer.servers.link import Link
 from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
+from datasvc.trainer.servers.server_link import ServerLink
 
 
-def answer_worker(link: Link, shard: ParameterShard, worker: int, message: Mapping[str, Any]) -> None:
+def answer_worker(link: ServerLink, shard: ParameterShard, worker: int, message: Mapping[str, Any]) -> None:
     """Answer a message of a worker about the weights of this server."""
     if message["op"] == "pull":
         link.send(shard.pull())
@@ -54,13 +54,13 @@ def serve_shard(
     Raises:
         HorovodInternalError: server 0 is lost, or did not connect in time.
     """
-    control = Link(store, f"control/{server}", end=0, peer="server 0 (rank 0)", timeout_s=timeout_s)
+    control = ServerLink(store, f"control/{server}", end=0, peer="server 0 (rank 0)", timeout_s=timeout_s)
     shard = ParameterShard(control.receive_state(), make_optimizer)
 
     def serve(worker: int) -> None:
         # If the worker is lost, this thread ends, and those of the others go on.
         with contextlib.suppress(HorovodInternalError):
-            link = Link(store, f"{server}/{worker}", end=0, peer=f"worker {worker}")
+            link = ServerLink(store, f"{server}/{worker}", end=0, peer=f"worker {worker}")
             while True:
                 answer_worker(link, shard, worker, link.receive_message())
 

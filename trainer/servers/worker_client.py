@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from datasvc.trainer.servers.link import Link
+from datasvc.trainer.servers.server_link import ServerLink
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class WorkerClient:
 
     def __init__(self, store: Store, *, worker: int, num_servers: int, timeout_s: float) -> None:
         self._links = [
-            Link(store, f"{server}/{worker}", end=1, peer=f"server {server} (rank {server})", timeout_s=timeout_s)
+            ServerLink(
+                store, f"{server}/{worker}", end=1, peer=f"server {server} (rank {server})", timeout_s=timeout_s
+            )
             for server in range(num_servers)
         ]
         self.welcome: Mapping[str, Any] = self._links[0].receive_state()

@@ -77,7 +77,7 @@ def _train(run: Run, config: TrainConfig, job: ServerJob) -> None:
         )
     parts = _place(run.model, job.num_servers)
     staleness = config.parse_staleness()
-    run.execution = describe_execution(config.sync, job.num_workers)
+    run.execution = describe_execution(config.sync, job.num_workers, job.num_servers)
     coordinator = Coordinator(
         job.store,
         [take_shard(part, run.optimizer) for part in parts],
@@ -108,11 +108,11 @@ def _place(model: nn.Module, num_servers: int) -> list[dict[str, nn.Parameter]]:
     return parts
 
 
-def describe_execution(sync: str, num_workers: int) -> Execution:
+def describe_execution(sync: str, num_workers: int, num_servers: int) -> Execution:
     """Return what the entry of a version says about a job with parameter servers."""
     consistency = {"ssp:0": "synchronous", "async": "asynchronous"}.get(sync, "bounded")
     return Execution(
-        layout={"data": num_workers},
+        layout={"data": num_workers, "server": num_servers},
         parallelism="data" if num_workers > 1 else "none",
         consistency=consistency,  # type: ignore[arg-type]  # one of its literals
         topology="centralised",
@@ -146,12 +146,14 @@ def _go_through_epochs(run: Run, coordinator: Coordinator, parts: Sequence[dict[
 
 
 def _serve_gate(run: Run, coordinator: Coordinator) -> SaveTo:
-    """Train to the end of the epoch, the last step of the run, or a save that is due; return where to save."""
+    """Train to the end of the epoch, the last step of the run, or a save that may be due; return where to save."""
     epoch, begin = cursor_of(run.loader.state_dict())
     if epoch < run.loader.epoch:
         epoch, begin = epoch + 1, 0
     samples, num_samples = run.batches.global_batch, len(run.loader.split)
     num_steps = (num_samples - begin) // samples
+    # Stop before steps after which a save may be due, so that it has no parts of later steps.
+    num_steps = min(num_steps, run.config.checkpoint_every - run.step % run.config.checkpoint_every)
     if run.config.max_steps is not None:
         num_steps = min(num_steps, run.config.max_steps - run.step)
 

@@ -29,7 +29,7 @@ from datasvc.trainer.recipes.servers.server_job import ServerJob, make_server_op
 from datasvc.trainer.recipes.servers.work import work
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
-from datasvc.trainer.servers.link import open_store
+from datasvc.trainer.servers.server_link import open_store
 from datasvc.trainer.servers.shard_server import serve_shard
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import datasvc
+from datasvc.loaders.core.parts import end_epochs_before, take_part
 from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.build import build_model, compile_model
@@ -59,7 +60,7 @@ def work(config: TrainConfig, job: ServerJob) -> None:
         parameters = dict(model.named_parameters())
         weights = [[parameters[name] for name in names] for names in client.welcome["names"]]
         while (grant := client.next_grant()) is not None:
-            batch = loader.take_part(grant.epoch, grant.position, grant.part, lost_ranks=grant.lost)
+            batch = take_part(loader, grant.epoch, grant.position, grant.part, lost_ranks=grant.lost)
             examples = task.unpack(batch, place.device)
             client.pull(weights)
             model.zero_grad()
@@ -71,7 +72,7 @@ def work(config: TrainConfig, job: ServerJob) -> None:
                 loss=float(loss),
                 num_targets=task.count_targets(examples),
             )
-        loader.end_epochs_before(client.end["epoch"])
+        end_epochs_before(loader, client.end["epoch"])
 
 
 def _gradient(weight: nn.Parameter) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.settings.options import parse_options
-from datasvc.trainer.recipes.settings.sync_exclusions import EXCLUSIONS, format_exclusions
+from datasvc.trainer.recipes.settings.sync_exclusions import EXCLUSIONS, SERVER_EXCLUSIONS, format_exclusions
 from tests.support.pages import find_page
 
 WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
@@ -33,6 +33,24 @@ ONLY_WITH = {
 }
 
 
+EXCLUDED_BY_SERVERS = {
+    "--layout": ("--layout", "data=2"),
+    "--elastic": ("--elastic",),
+    "--op adasum": ("--op", "adasum"),
+    "--compression": ("--compression", "bf16"),
+    "--bucket": ("--bucket", "1MiB"),
+    "--clip-norm": ("--clip-norm", "1"),
+    "--sync-batch-norm": ("--sync-batch-norm",),
+    "--ema-decay": ("--ema-decay", "0.9"),
+    "--precision fp16": ("--precision", "fp16"),
+    "--signals": ("--signals", "loss"),
+    "--profile": ("--profile", "trace.json"),
+    "--decode-group": ("--decode-group", "shared"),
+    "--peers ranks": ("--cache", "c", "--peers", "ranks"),
+    "--local-checkpoints": ("--local-checkpoints", "f", "--every-local", "2"),
+}
+
+
 def config_of(*words):
     return parse_options([*WORDS, *words], environ={}).config()
 
@@ -51,6 +69,22 @@ def test_each_exclusion_is_refused_with_what_to_do_and_only_with_averaged_weight
     message = str(refusal.value)
     assert message.startswith(f"sync is '{sync}', which does not go with {excluded.option}: ")
     assert message.endswith(f"{excluded.remedy}, or give --sync bsp")
+
+
+@pytest.mark.parametrize("excluded", SERVER_EXCLUSIONS, ids=lambda excluded: excluded.option)
+def test_each_exclusion_of_servers_is_refused(excluded):
+    words = EXCLUDED_BY_SERVERS[excluded.option]
+    with pytest.raises(ConfigError, match="does not go with") as refusal:
+        config_of("--sync", "ssp:3", *words)
+    assert excluded.reason in str(refusal.value)
+    assert EXCLUDED_BY_SERVERS.keys() == {each.option for each in SERVER_EXCLUSIONS}
+
+
+def test_a_run_with_servers_averages_no_weights():
+    config = config_of("--sync", "async", "--precision", "bf16", "--optimizer", "lamb")
+    assert (config.uses_servers, config.averages_weights, config.makes_own_steps) == (True, False, False)
+    with pytest.raises(ConfigError, match="expected ssp:STEPS"):
+        config_of("--sync", "ssp:x")
 
 
 @pytest.mark.parametrize("sync", ["local:8", "postlocal:4:8", "diloco:8:delay=2,codec=int8"])

@@ -33,7 +33,7 @@ def open_store(placement: RankPlacement) -> Store:
     return store
 
 
-class Link:
+class ServerLink:
     """One end of a link. One thread at a time may use it.
 
     The constructor returns when both ends have called it.

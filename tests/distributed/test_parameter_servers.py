@@ -1,0 +1,130 @@
+"""The recipe with parameter servers: workers are lost, servers are lost, signals come; the ledger stays proven."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import datasvc
+from datasvc.ledger.audit import audit_folders
+from datasvc.models import describe_model
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from tests.support import warm_python
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+# One rank kills itself, before it does something for the n-th time; or rank 0 has its launcher told to end.
+PROGRAM = """
+import os, signal
+from datasvc.trainer.recipes.reporting.events import JsonEvents
+from datasvc.trainer.servers.parameter_shard import ParameterShard
+from datasvc.trainer.servers.worker_client import WorkerClient
+
+rank, action, number = os.environ["ACT"].split(":")
+owner, name, pid, sent = {
+    "push": (WorkerClient, "push", os.getpid(), signal.SIGKILL),
+    "apply": (ParameterShard, "apply", os.getpid(), signal.SIGKILL),
+    "report": (JsonEvents, "report", os.getppid(), signal.SIGTERM),
+}[action]
+real, left = getattr(owner, name), int(number)
+def act(self, *args, **options):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(pid, sent)
+    return real(self, *args, **options)
+if os.environ["RANK"] == rank:
+    setattr(owner, name, act)
+
+from datasvc.trainer.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(digits_folder, tmp_path_factory):
+    repository = Repository.create(str(tmp_path_factory.mktemp("servers") / "repo"))
+    ingest(repository, str(digits_folder), "digits", shard_bytes=256 << 10)
+    return repository
+
+
+def run(repository, name, sync, *options, ranks=5, servers=2, act="9:push:0"):
+    """Run the recipe; returns its exit status, events and standard error."""
+    # fmt: off
+    words = [
+        sys.executable, "-m", "datasvc.trainer.launch", "-np", ranks, "--no-prefix",
+        *(("--servers", servers) if servers else ()),
+        warm_python.command(), "-c", PROGRAM,
+        "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", 32, "--resize", 32, "--scale", 0.8, 1,
+        "--flip", 0, "--epochs", 2, "--batch-size", 32, "--sync", sync, *options,
+    ]
+    # fmt: on
+    environment = {**os.environ, "ACT": act}
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=120
+    )
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"], done.stderr
+
+
+def test_the_job_goes_on_without_a_lost_worker_and_each_sample_counts_once(repository, tmp_path):
+    status, events, error = run(repository, "worker", "ssp:3", "--ledger", tmp_path, act="3:push:4")
+    assert status == 0, error
+    assert "the job goes on without rank 3, which was killed by SIGKILL" in error
+    assert [event["worker"] for event in events if event["event"] == "lost"] == [1]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 29))
+    found = audit_folders([tmp_path])
+    assert found.is_proven
+    assert [epoch.returned for epoch in found.epochs] == [32, 0]
+    entry = describe_model(repository, "worker").entry
+    execution = entry["execution"]
+    assert (execution["consistency"], execution["topology"], execution["sync"]) == ("bounded", "centralised", "ssp:3")
+    assert execution["layout"] == {"data": 3, "server": 2}
+    assert entry["metrics"]["val_accuracy"] > 0.5
+    assert datasvc.open(repository.url).models.find("execution.topology = 'centralised'")
+
+
+def test_the_loss_of_a_server_names_it_and_the_run_continues_its_newest_version(repository, tmp_path):
+    options = ("--checkpoint-every", 4, "--ledger", tmp_path)
+    status, events, error = run(repository, "server", "async", *options, act="1:apply:36")
+    assert status == 128 + 9
+    assert "rank 1 was the first to fail: it was killed by SIGKILL" in error
+    newest = describe_model(repository, "server").entry["step"]
+    assert newest in {4, 8}
+    status, events, error = run(repository, "server", "async", *options)
+    assert status == 0, error
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(newest + 1, 29))
+    assert audit_folders([tmp_path]).is_proven
+
+
+def test_a_signal_saves_a_whole_number_of_steps_and_ends_all_processes(repository):
+    status, events, error = run(repository, "stopped", "ssp:2", act="0:report:12")
+    assert status == 128 + 15, error
+    assert events[-1]["event"] == "stopped"
+    entry = describe_model(repository, "stopped").entry
+    assert entry["step"] * 96 == entry["data"][0]["spans"][-1]["stop"][1]
+
+
+def test_with_bound_0_a_run_has_the_weights_of_one_without_servers(repository):
+    assert run(repository, "whole", "bsp", "--max-steps", 3, ranks=2, servers=0)[0] == 0
+    status, _, error = run(repository, "served", "ssp:0", "--max-steps", 3, ranks=3, servers=1)
+    assert status == 0, error
+    opened = datasvc.open(repository.url)
+    found, expected = (opened.models.restore(f"{name}@1").state for name in ("served", "whole"))
+    for part in ("step", "loader"):
+        assert found[part] == expected[part]
+    for name, weight in expected["model"].items():
+        assert (found["model"][name] - weight).abs().max() < 1e-6
+
+
+def test_servers_and_sync_need_each_other(repository):
+    status, _, error = run(repository, "none", "async", ranks=2, servers=0)
+    assert status == 2
+    assert "start the job with datasvc-run -np N --servers M" in error
+    status, _, error = run(repository, "none", "bsp", ranks=2, servers=1)
+    assert status == 2
+    assert "leave out --servers" in error

@@ -1,0 +1,156 @@
+"""Servers and workers over real links, as threads of one process."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.servers.coordinator import Coordinator, Gate
+from datasvc.trainer.servers.leases import Staleness
+from datasvc.trainer.servers.server_link import ServerLink
+from datasvc.trainer.servers.shard_server import serve_shard
+from datasvc.trainer.servers.worker_client import WorkerClient
+
+WORKERS, STEPS, SIZE = 3, 50, 12
+NAMES = [["a"], ["b"]]
+generator = torch.Generator().manual_seed(0)
+INPUTS = torch.randn(STEPS * SIZE, 4, generator=generator)
+TARGETS = torch.randn(STEPS * SIZE, generator=generator)
+
+
+def make_optimizer(groups):
+    return torch.optim.SGD(groups, 0.1, momentum=0.9)
+
+
+def initial():
+    return {"a": torch.linspace(-1, 1, 4), "b": torch.ones(1)}
+
+
+def sum_loss(weights, rows):
+    return ((INPUTS[rows] @ weights["a"] + weights["b"] - TARGETS[rows]) ** 2).sum()
+
+
+def gradients(weights, rows):
+    for weight in weights.values():
+        weight.grad = None
+        weight.requires_grad_()
+    loss = sum_loss(weights, rows)
+    loss.backward()
+    return loss.item(), [[weights[name].grad] for names in NAMES for name in names]
+
+
+def rate_at(position):
+    return 0.02 if position < SIZE * 20 else 0.01
+
+
+def train_alone():
+    """Synchronous SGD with the whole batch of each step."""
+    weights = {name: torch.nn.Parameter(value) for name, value in initial().items()}
+    optimizer = make_optimizer(list(weights.values()))
+    for step in range(STEPS):
+        gradients(weights, slice(step * SIZE, (step + 1) * SIZE))
+        for weight in weights.values():
+            weight.grad /= SIZE
+        optimizer.param_groups[0]["lr"] = rate_at(step * SIZE)
+        optimizer.step()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def work(store, worker, lose_at=None):
+    """Compute parts until the end; with `lose_at`, leave after so many, with the gradients pushed to one server."""
+    client = WorkerClient(store, worker=worker, num_servers=2, timeout_s=20)
+    weights = initial()
+    parts = [[weights[name] for name in names] for names in client.welcome["names"]]
+    served = []
+    while (grant := client.next_grant()) is not None:
+        client.pull([[part.detach() for part in each] for each in parts])
+        start = grant.position + grant.part * SIZE // WORKERS
+        loss, found = gradients(weights, slice(start, start + SIZE // WORKERS))
+        if len(served) == lose_at:
+            client._links[0].send_message(op="push", lease=grant.lease)
+            client._links[0].send(torch.full((4,), 1e6))
+            client._links[0].receive_message()
+            return served
+        client.push(grant, found, loss=loss, num_targets=SIZE // WORKERS)
+        served.append((grant.position, grant.part, tuple(grant.lost)))
+    assert client.end == {"epoch": 7}
+    return served
+
+
+def run(bound, **lost):
+    store, losses, lost_workers = HashStore(), [], []
+    shards = [
+        {"weights": {name: initial()[name] for name in names}, "moments": {}, "groups": [{"params": names}]}
+        for names in NAMES
+    ]
+    with ThreadPoolExecutor(8) as threads:
+        options = {"server": 1, "num_workers": WORKERS, "make_optimizer": make_optimizer, "timeout_s": 20}
+        other = threads.submit(serve_shard, store, **options)
+        workers = [threads.submit(work, store, worker, lost.get(f"worker_{worker}_at")) for worker in range(WORKERS)]
+        coordinator = Coordinator(
+            store,
+            shards,
+            make_optimizer,
+            num_workers=WORKERS,
+            staleness=Staleness(bound),
+            welcome={"names": NAMES},
+            on_lost=lost_workers.append,
+            timeout_s=20,
+        )
+        try:
+            for first, num_steps in ((0, 20), (20, STEPS - 20)):
+                losses += coordinator.run_steps(Gate(0, first * SIZE, num_steps, SIZE, rate_at))
+                states = coordinator.state()
+            coordinator.end(epoch=7)
+        finally:
+            coordinator._others.clear()  # as at the end of the process
+        other.result()
+        served = [each.result() for each in workers]
+    weights = {name: value for state in states for name, value in state["weights"].items()}
+    return weights, losses, served, lost_workers, coordinator
+
+
+def test_with_bound_0_it_is_synchronous_sgd():
+    weights, losses, served, _, _ = run(0)
+    expected = train_alone()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)
+    assert len(losses) == STEPS
+    assert sum(map(len, served)) == STEPS * WORKERS
+
+
+@pytest.mark.parametrize("bound", [0, 3, None])
+def test_a_lost_worker_leaves_nothing_and_its_part_is_computed_by_another(bound):
+    weights, _, served, lost, coordinator = run(bound, worker_1_at=4)
+    assert lost == [1]
+    parts = [(position, part) for each in served for position, part, _ in each]
+    assert sorted(parts) == [(step * SIZE, part) for step in range(STEPS) for part in range(WORKERS)]
+    assert [lost for each in served for *_, lost in each if lost] == [(1,)]
+    assert bound is None or coordinator.leases.largest_gap <= bound
+    if bound == 0:
+        torch.testing.assert_close(weights["a"], train_alone()["a"], rtol=0, atol=1e-6)
+    final = sum_loss(weights, slice(None)).item()
+    assert final < sum_loss(initial(), slice(None)).item() / 2
+
+
+def test_a_run_ends_with_an_error_if_all_workers_are_lost():
+    with pytest.raises(HorovodInternalError, match="all workers are lost"):
+        run(0, worker_0_at=2, worker_1_at=2, worker_2_at=2)
+
+
+def test_the_loss_of_a_peer_is_an_error_that_names_it():
+    store, ends = HashStore(), {}
+
+    def leave():
+        ends["other"] = ServerLink(store, "x", end=1, peer="a worker")
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    link = ServerLink(store, "x", end=0, peer="server 4 (rank 4)")
+    thread.join()
+    del ends["other"]
+    with pytest.raises(HorovodInternalError, match=r"server 4 \(rank 4\) is lost"):
+        link.receive_message()
