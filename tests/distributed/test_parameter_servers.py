@@ -60,8 +60,8 @@ def run(repository, name, sync, *options, ranks=5, servers=2, act="9:push:0"):
         sys.executable, "-m", "datasvc.trainer.launch", "-np", ranks, "--no-prefix",
         *(("--servers", servers) if servers else ()),
         warm_python.command(), "-c", PROGRAM,
-        "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", 32, "--resize", 32, "--scale", 0.8, 1,
-        "--flip", 0, "--epochs", 2, "--batch-size", 32, "--sync", sync, *options,
+        "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", 32, "--resize", 32,
+        "--scale", 0.8, 1, "--flip", 0, "--epochs", 2, "--batch-size", 32, "--sync", sync, *options,
     ]
     # fmt: on
     environment = {**os.environ, "ACT": act}

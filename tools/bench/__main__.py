@@ -30,6 +30,7 @@ MODULES: Final = {
     "hierarchical": "slow_link",
     "averaging": "averaging",
     "sync_curves": "sync_curves",
+    "slow_worker": "slow_worker",
     "compressed_gradients": "compressed_gradients",
     "compression_advice": "compressed_gradients",
     "plan_check": "plan_check",

@@ -1,4 +1,4 @@
-"""Parts of steps in any order: the batches of the ranks that they are of, and a ledger that is proven after a loss."""
+"""Parts of steps in any order: the batches of the ranks that they are of, and a proven ledger after a loss."""
 
 import random
 
