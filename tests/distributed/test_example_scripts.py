@@ -51,6 +51,13 @@ def test_the_imagenet_loop_commits_each_epoch_and_continues_from_there(run_examp
 
 
 @pytest.mark.slow
+def test_a_detector_finds_the_boxes_of_its_scenes_at_two_ranks(run_example, tmp_path):
+    pytest.importorskip("pycocotools")
+    output = run_example("detection.py", tmp_path / "repo", "--epochs", "24")
+    assert float(re.search(r"AP50 (\S+) on 2 ranks", output)[1]) > 0.9
+
+
+@pytest.mark.slow
 def test_a_gpt_learns_from_packed_blocks(run_example, tmp_path):
     tokenizer = train(tmp_path / "tokenizer.json")
     source = tmp_path / "text" / "train"
