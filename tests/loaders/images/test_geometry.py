@@ -99,7 +99,9 @@ def check_painted(batch, least=0.98):
     checked = 0
     for index, target in enumerate(batch.targets):
         for box, label in zip(target["boxes"].numpy(), target["labels"].tolist(), strict=True):
-            assert iou(inside(box), mask[index] == label + 1) >= least
+            # An edge may lie exactly on the centres of pixels, which then belong to either side.
+            painted = mask[index] == label + 1
+            assert max(iou(inside(box + offset), painted) for offset in (0, 1e-3, -1e-3)) >= least
             # A filter mixes the pixels at an edge: half of the colour is the edge.
             if min(box[2:] - box[:2]) >= 12:
                 assert iou(inside(box), images[index, :, :, label] >= 128) >= least - 0.16
