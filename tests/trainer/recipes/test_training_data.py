@@ -1,6 +1,7 @@
 """Mixtures, ledgers, decode groups and what else loaders have, by the settings of a run."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -307,7 +308,7 @@ def test_every_setting_of_images_reaches_the_loader(repository, monkeypatch):
 
 
 def test_every_setting_of_tokens_reaches_the_loader(repository, monkeypatch):
-    calls = []
+    calls, split = [], SimpleNamespace(packs=None)  # `resolve_data` packs
     monkeypatch.setattr(language, "TokenLoader", lambda split, **options: calls.append((split, options)))
     tokens = set_all(
         TokenSettings,
@@ -319,6 +320,9 @@ def test_every_setting_of_tokens_reaches_the_loader(repository, monkeypatch):
             "token_dtype": "uint16",
             "pad_token": 2,
             "end_token": 1,
+            "pack": "best-fit",
+            "too_long": "refuse",
+            "loss_mask": "counted",
         },
     )
     loading = {"prefetch": 3, "ledger": "folder"}
@@ -326,7 +330,7 @@ def test_every_setting_of_tokens_reaches_the_loader(repository, monkeypatch):
         config = make_config(repository, model="gpt", **{**tokens, **loading, **ORDER, **changes})
         task = language.LanguageModelling(config, None)
         for training in (True, False):
-            task.open_loader("the split", training=training, batch_size=8, cache="the cache", place=PLACE)
+            task.open_loader(split, training=training, batch_size=8, cache="the cache", place=PLACE)
     expected = {
         "batch_size": 8,
         "training": True,
@@ -334,6 +338,7 @@ def test_every_setting_of_tokens_reaches_the_loader(repository, monkeypatch):
         "tokens": TokenFormat("words", block_tokens=6, dtype="uint16", pad=2, end=1),
         "labels": "within",
         "documents": True,
+        "loss_mask": "counted",
         "order": OrderConfig(7, "windowed", 2, 4, sticky=True),
         "ranks": DataRanks(1, 3),
         "prefetch": 3,
@@ -342,7 +347,7 @@ def test_every_setting_of_tokens_reaches_the_loader(repository, monkeypatch):
     of_evaluation = {"training": False, "order": OrderConfig(7, None), "ledger": None}
     across = {"labels": "across", "documents": False}
     assert calls == [
-        ("the split", {**expected, **kind, **changes}) for kind in ({}, across) for changes in ({}, of_evaluation)
+        (split, {**expected, **kind, **changes}) for kind in ({}, across) for changes in ({}, of_evaluation)
     ]
 
 

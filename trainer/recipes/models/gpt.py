@@ -344,7 +344,8 @@ def make_mask(
     """
     if document_ids is None and split is None:
         return None
-    if split is None and device.type == "cpu":
+    # A compiled graph cannot depend on the values of `document_ids`.
+    if split is None and device.type == "cpu" and not torch.compiler.is_compiling():
         assert document_ids is not None
         sizes = find_document_sizes(document_ids)
         if sizes is not None and len(sizes) * _MIN_DOCUMENT_TOKENS <= document_ids.numel():
