@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from datasvc.ledger.masked import Masked, MaskedRows
+from datasvc.loaders.audio.audio_decoder import AudioBatch
+from datasvc.loaders.audio.audio_loader import AudioLoader
+from datasvc.loaders.audio.clips import AudioAugment
+from datasvc.loaders.audio.mel import MelConfig
 from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.augment.objects import ObjectConfig
 from datasvc.loaders.core.batch import Batch
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
+    "AudioAugment",
+    "AudioBatch",
+    "AudioLoader",
     "AugmentConfig",
     "Batch",
     "DataRanks",
@@ -37,6 +44,7 @@ __all__ = [
     "LoaderCollector",
     "Masked",
     "MaskedRows",
+    "MelConfig",
     "Mixture",
     "MixtureStage",
     "ObjectConfig",

@@ -138,7 +138,7 @@ ALLOWED["datasvc.integrations"] = ALLOWED["datasvc.api"] | {
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
     "datasvc.shards": [
-        "format images lines",
+        "format images audio lines",
         "sources packing",
         "versions",
         "history ingestion query export",
@@ -163,7 +163,7 @@ ROOMS = {
         "augment profiling ranks",
         "core",
         "tokens decode_sharing decode",
-        "torch images",
+        "torch images audio",
     ],
     "datasvc.loaders.decode": [".", "gpu", "choice"],
     "datasvc.trainer": [

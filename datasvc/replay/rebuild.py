@@ -12,11 +12,14 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.ledger.masked import MASKED
 from datasvc.loaders import (
+    AudioAugment,
+    AudioLoader,
     AugmentConfig,
     DataRanks,
     DecodeConfig,
     ImageLoader,
     Loader,
+    MelConfig,
     Mixture,
     PixelFormat,
     TokenFormat,
@@ -95,6 +98,17 @@ def open_loader(
     if kind == "tokens":
         stored = TokenFormat(**settings.pop("tokens"))
         loader: Loader[Any] = TokenLoader(samples, **common, tokens=stored, **settings, prefetch=0)
+    elif kind == "audio":
+        mel, augment = settings.pop("mel"), settings.pop("augment")
+        loader = AudioLoader(
+            samples,
+            **common,
+            **settings,
+            mel=None if mel is None else MelConfig(**mel),
+            augment=AudioAugment(**augment),
+            on_bad="mask",
+            prefetch=0,
+        )
     elif kind == "images":
         loader = _open_images(samples, common, settings, transform=transform)
     else:

@@ -22,6 +22,7 @@ from datasvc.loaders.core.split_reader import Cursor, ShardPart, SplitReader
 from datasvc.order import OrderConfig, Step, Tail
 from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.format.mapped_file import Bytes
+from datasvc.shards.format.reader import python_value, text_errors
 from datasvc.shards.format.schema import LABEL
 
 __all__ = ["BatchDecoder", "Cursor", "SampleBatch", "SampleBatches", "ShardPart"]
@@ -386,3 +387,22 @@ def _common_types(readers: Sequence[SplitReader], columns: Sequence[str]) -> dic
                     f"{name_of(first.split)}; a mixture needs one type: ingest both with the same one"
                 )
     return {name: first.dtype(name) for name in columns}
+
+
+def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """Return columns of a batch as lists of Python values.
+
+    A value is None if it is null, or if its shard lacks the column, which other shards of the split have.
+
+    Raises:
+        CorruptDataError: a text is not UTF-8.
+    """
+    lists: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
+    for part in batch.parts:
+        for name, values in lists.items():
+            if name in part.shard.schema.names:
+                stored = part.shard.column(name)
+                with text_errors(part.shard.name):
+                    for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
+                        values[index] = python_value(stored[row])
+    return lists

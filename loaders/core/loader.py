@@ -51,7 +51,7 @@ B = TypeVar("B")
 class Loader(PartReader[B], ABC, Generic[B]):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
-    `ImageLoader` and `TokenLoader` derive from this class.
+    `ImageLoader`, `TokenLoader` and `AudioLoader` derive from this class.
 
     Args:
         split: a split of a data-set version, or a mixture of several splits.

@@ -229,7 +229,7 @@ def check_samples(samples: object, *, or_mixture: bool = True) -> None:
             "a list of samples is not a split: give the split itself, and leave the loop after the samples to read"
         )
     elif isinstance(samples, Mixture):
-        advice = "a mixture is for ImageLoader and TokenLoader: give one split"
+        advice = "a mixture is for ImageLoader, TokenLoader and AudioLoader: give one split"
     else:
         advice = f"{type(samples).__name__} is not a split: give one, such as repo.dataset('NAME@1')['train']"
     raise ConfigError(advice)
@@ -397,3 +397,32 @@ def _as_integers(weights: Sequence[Fraction]) -> tuple[int, ...]:
     scaled = [int(weight * denominator) for weight in weights]
     divisor = math.gcd(*scaled)
     return tuple(weight // divisor for weight in scaled)
+
+
+# Numbers and booleans are delivered as arrays, everything else as lists of Python values.
+
+
+def is_array_column(data_type: pa.DataType) -> bool:
+    """Return whether a column of this type is delivered as an array or tensor."""
+    return any(is_kind(data_type) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+
+
+def divide_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the columns that are delivered as arrays, and those that are delivered as lists.
+
+    Raises:
+        ConfigError: a split lacks a column; or a column has numbers or booleans in one split of a mixture, and
+            another type in another split.
+    """
+    arrays = []
+    for name in dict.fromkeys(columns):
+        check_column(samples, name)
+        types = {split.table.sample_schema.field(name).type for split in weighted_splits(samples)}
+        if any(map(is_array_column, types)):
+            if len(types) > 1:
+                raise ConfigError(
+                    f"column {name!r} of {samples!r} has several types, {sorted(map(str, types))}; ingest the splits "
+                    "with one type, or leave the column out"
+                )
+            arrays.append(name)
+    return arrays, [name for name in columns if name not in arrays]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.keyed_random import Integers
@@ -29,8 +28,7 @@ from datasvc.loaders.augment.augment import (
 from datasvc.loaders.augment.edits import Edit, plan_edit
 from datasvc.loaders.augment.objects import View
 from datasvc.loaders.core.batch import register_tree
-from datasvc.loaders.core.batches import SampleBatch
-from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
+from datasvc.loaders.core.batches import SampleBatch, read_lists
 from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
 from datasvc.loaders.decode.gpu.device_stream import place
 from datasvc.loaders.decode.masks import MaskDecoder, MaskRun
@@ -45,9 +43,8 @@ from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.printable import count_text
-from datasvc.shards import Shard, Split
+from datasvc.shards import Shard
 from datasvc.shards.format.mapped_file import Bytes
-from datasvc.shards.format.reader import python_value, text_errors
 from datasvc.shards.format.schema import HEIGHT, LABEL, WIDTH
 
 _RESIZE_RATIO = 256 / 224  # of the shorter side before the centre crop to the crop's side, as usual for ImageNet
@@ -341,51 +338,3 @@ class ImagePlan:
     @property
     def _colours(self) -> AugmentConfig | None:
         return self.augment if self.training and self.augment.changes_colours else None
-
-
-# Numbers and booleans are delivered as arrays, everything else as lists of Python values.
-
-
-def is_array_column(data_type: pa.DataType) -> bool:
-    """Return whether a column of this type is delivered as an array or tensor."""
-    return any(is_kind(data_type) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
-
-
-def divide_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the columns that are delivered as arrays, and those that are delivered as lists.
-
-    Raises:
-        ConfigError: a split lacks a column; or a column has numbers or booleans in one split of a mixture, and
-            another type in another split.
-    """
-    arrays = []
-    for name in dict.fromkeys(columns):
-        check_column(samples, name)
-        types = {split.table.sample_schema.field(name).type for split in weighted_splits(samples)}
-        if any(map(is_array_column, types)):
-            if len(types) > 1:
-                raise ConfigError(
-                    f"column {name!r} of {samples!r} has several types, {sorted(map(str, types))}; ingest the splits "
-                    "with one type, or leave the column out"
-                )
-            arrays.append(name)
-    return arrays, [name for name in columns if name not in arrays]
-
-
-def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """Return columns of a batch as lists of Python values.
-
-    A value is None if it is null, or if its shard lacks the column, which other shards of the split have.
-
-    Raises:
-        CorruptDataError: a text is not UTF-8.
-    """
-    lists: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
-    for part in batch.parts:
-        for name, values in lists.items():
-            if name in part.shard.schema.names:
-                stored = part.shard.column(name)
-                with text_errors(part.shard.name):
-                    for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
-                        values[index] = python_value(stored[row])
-    return lists

@@ -20,7 +20,7 @@ from datasvc.loaders.augment.objects import ObjectConfig
 from datasvc.loaders.core.arguments import check_sizes
 from datasvc.loaders.core.batches import BatchDecoder, SampleBatches
 from datasvc.loaders.core.loader import Loader
-from datasvc.loaders.core.mixture import Mixture, check_samples, holds_labels, largest
+from datasvc.loaders.core.mixture import Mixture, check_samples, divide_columns, holds_labels, largest
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE, EVALUATION, changed_fields
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
@@ -33,7 +33,7 @@ from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
 from datasvc.loaders.images.annotations import AnnotationColumns
 from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
-from datasvc.loaders.images.image_decoder import ImageDecoder, ImagePlan, divide_columns, image_sizes
+from datasvc.loaders.images.image_decoder import ImageDecoder, ImagePlan, image_sizes
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail

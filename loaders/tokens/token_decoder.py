@@ -8,15 +8,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import BadSampleError, ConfigError
-from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
-from datasvc.loaders.core.batch import Batch, register_tree
+from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.batches import SampleBatch, ShardPart
 from datasvc.loaders.core.pinned import BufferRing
 from datasvc.loaders.core.sample_keys import BatchPlaces
@@ -25,10 +24,6 @@ from datasvc.loaders.tokens.token_blocks import StoredBlocks, StoredLists, choos
 from datasvc.shards import Shard
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER
 from datasvc.shown import Shown
-
-if TYPE_CHECKING:
-    import torch
-
 
 Labels = Literal["across", "within"] | None
 Documents = bool | Literal["cu_seqlens"]
@@ -466,18 +461,3 @@ class TokenBatch(Shown, Batch[A]):
     @property
     def _pair(self) -> tuple[A, A | None]:
         return self.tokens, self.labels
-
-
-def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
-    """Return the batch with tensors that use the arrays' memory; `positions` stays an array."""
-    with explain_missing("a loader that yields tensors (its numpy() yields arrays)"):
-        import torch
-
-    register_tree(TokenBatch)
-    tensors: dict[str, Any] = {
-        name: torch.from_numpy(value)
-        for name, value in vars(batch).items()
-        if isinstance(value, np.ndarray) and name != "positions"
-    }
-    converted: TokenBatch[Any] = dataclasses.replace(batch, **tensors)
-    return converted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,21 +16,19 @@ from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.ledger.masked import Masked
 from datasvc.loaders.core.arguments import check_sizes
+from datasvc.loaders.core.array_loader import ArrayLoader
 from datasvc.loaders.core.batches import BatchDecoder
-from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture, check_samples, weighted_splits
-from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import changed_fields
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.tokens.token_blocks import choose_format, find_stored_size
-from datasvc.loaders.tokens.token_decoder import Documents, Labels, TokenBatch, TokenConfig, TokenDecoder, to_torch
+from datasvc.loaders.tokens.token_decoder import Documents, Labels, TokenBatch, TokenConfig, TokenDecoder
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TOKENS
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -65,7 +63,7 @@ class TokenFormat:
                 raise ConfigError(f"{option} is {value}; expected a token from 0 to {max_token}")
 
 
-class TokenLoader(Loader[TokenBatch[Any]]):
+class TokenLoader(ArrayLoader[TokenBatch[Any]]):
     """Batches of a split's token blocks: `for tokens, labels in loader` runs to the end of the epoch.
 
     Order, state, ranks, cache and tail work as in `ImageLoader`. A state records the batches that were handed over.
@@ -142,7 +140,6 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             loss_mask=loss_mask,
         )
         _check_config(self._config, splits)
-        self._convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
         super().__init__(
             split,
             blob=None,
@@ -181,34 +178,6 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         """Digest of the `tokenizer.json` that made the tokens; None if the data set does not record it."""
         return None if self._config.tokenizer is None else self._config.tokenizer.decode()
 
-    def __iter__(self) -> Iterator[TokenBatch[torch.Tensor]]:
-        """Yield the remaining batches of the epoch as tensors on the CPU. For details see `Loader.__iter__`."""
-        return super().__iter__()
-
-    def numpy(self) -> Iterator[TokenBatch[npt.NDArray[Any]]]:
-        """Yield the remaining batches of the epoch as NumPy arrays, without importing torch."""
-        return self._serve(lambda batch: batch)
-
-    def pin(self) -> Iterator[TokenBatch[torch.Tensor]]:
-        """Yield the remaining batches of the epoch in page-locked memory, see `ImageLoader.pin`."""
-        warn_without_gpu()
-        return self._serve(lambda batch: to_torch(batch).pin_memory())
-
-    def _serve(self, convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
-        """Yield the remaining batches of the epoch, each converted by `convert`."""
-        batches = super().__iter__()
-        while True:
-            # Set `self._convert`, which `_deliver` calls, for this batch only: all iterators of this loader share it,
-            # and the caller may alternate between `numpy()` and `pin()`.
-            self._convert = convert
-            try:
-                batch = next(batches, None)
-            finally:
-                self._convert = to_torch
-            if batch is None:
-                return
-            yield batch
-
     def _make_decoder(self) -> BatchDecoder[TokenBatch[Any]]:
         return TokenDecoder(
             self._config,
@@ -219,9 +188,6 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 
     def _resources(self) -> Resources:
         return dataclasses.replace(super()._resources(), unit="blocks")
-
-    def _deliver(self, decoded: TokenBatch[Any]) -> TokenBatch[Any]:
-        return self._convert(decoded)
 
 
 def common_block(splits: Sequence[Split], stored: TokenFormat) -> int:

@@ -81,7 +81,7 @@ from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.packing.best_fit import pack_documents
 from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.packing.packs import Packs, encode_packs
-from datasvc.shards.sources import ImageFile
+from datasvc.shards.sources import ListedFile
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Deletions
 from datasvc.shards.versions.weights import Weights
@@ -237,7 +237,7 @@ def first_samples(config, epoch):
 
 
 def orders():
-    files = [ImageFile(f"{number}.jpg", "", 100, None) for number in range(8)]
+    files = [ListedFile(f"{number}.jpg", "", 100, None) for number in range(8)]
     windowed = {"seed": 7, "shuffle": "windowed", "lanes": 2, "block": 3}
     sizes = np.array([500, 64]), np.array([375, 64])
     windows = plan_random_windows(*sizes, np.arange(2), seed=7, epoch=3, config=AugmentConfig())

@@ -10,10 +10,13 @@ import datasvc
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.ledger.masked import Masked
 from datasvc.loaders import (
+    AudioAugment,
+    AudioLoader,
     AugmentConfig,
     DataRanks,
     DecodeConfig,
     ImageLoader,
+    MelConfig,
     Mixture,
     MixtureStage,
     OrderConfig,
@@ -22,11 +25,13 @@ from datasvc.loaders import (
 from datasvc.models import ConsumptionTracker
 from datasvc.models.versions.data_use import DataUse, ReadSpan
 from datasvc.replay.batch_at import batch_at
+from datasvc.repository import Repository
 from datasvc.runs import RunLog
 from datasvc.views.replayed import previews, replay_facts, write_replay
 from tests.cli.command import run
 from tests.loaders.core.test_masks import blocks  # noqa: F401 - a fixture
 from tests.models.trainings import commit
+from tests.support.sounds import encode, ingest_files, noise
 
 AUGMENT = AugmentConfig(scale=(0.3, 1.0), brightness=0.4, hue=0.1)
 FAST = {"size": 32, "decode": DecodeConfig(num_threads=1), "augment": AUGMENT}
@@ -99,6 +104,22 @@ def test_tokens_are_replayed(blocks):  # noqa: F811
     for step in range(1, 7):
         for rank in range(2):
             equal(seen[step][rank], batch_at(blocks.repository, "tokens@1", step, rank=rank).batch)
+
+
+def test_clips_of_sounds_are_replayed(tmp_path):
+    repository = Repository.create(str(tmp_path / "repo"))
+    files = {f"{number}.wav": encode(noise(3_000, seed=number)) for number in range(12)}
+    sounds = ingest_files(repository, tmp_path / "files", files)
+    settings = {"features": "mel", "mel": MelConfig(num_mels=20), "augment": AudioAugment(gain_db=6, time_masks=2)}
+
+    def make(ranks, masked):
+        settings_of_all = {"batch_size": 3, "training": True, "seconds": 0.1, "ranks": ranks, "masked": masked}
+        return AudioLoader(sounds, **settings, **settings_of_all)
+
+    seen = train(repository, "keywords", make, steps=3, world_size=2)
+    for step in range(1, 4):
+        for rank in range(2):
+            equal(seen[step][rank], batch_at(repository, "keywords@1", step, rank=rank).batch)
 
 
 def mixture_in_stages(digits):

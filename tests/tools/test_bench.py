@@ -87,6 +87,11 @@ def test_both_evaluations_are_measured():
 
 
 @pytest.mark.long
+def test_clips_of_sounds_are_measured(tmp_path):
+    check(run_json("audio", "--repeats", 1, "--files", 16, "--batch", 4, "--folder", tmp_path), repeats=1)
+
+
+@pytest.mark.long
 def test_the_loader_is_measured(tmp_path):
     arguments = ["--repeats", 1, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
     check(run_json("loader", *arguments), repeats=1)

@@ -21,6 +21,7 @@ MODULES: Final = {
     "loader": "loader",
     "evaluation": "loader",
     "tokens": "tokens",
+    "audio": "audio",
     "shared": "shared",
     "shared_training": "shared",
     "cache": "cache",

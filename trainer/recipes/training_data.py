@@ -11,9 +11,10 @@ from datasvc.loaders import Mixture, MixtureStage, TokenFormat
 from datasvc.loaders.core.mixture import columns_of
 from datasvc.loaders.tokens.token_loader import pack_split
 from datasvc.shards import DatasetVersion, Split
-from datasvc.shards.format.schema import IMAGE
+from datasvc.shards.format.schema import AUDIO, IMAGE
 from datasvc.shards.views.reference import name_exactly
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.audio import AudioClassification
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import Task
@@ -110,14 +111,18 @@ def _join_val(splits: Sequence[Split], classes: Sequence[str]) -> Split | Mixtur
 
 
 def choose_task(config: TrainConfig, split: Split | Mixture) -> Task:
-    """Return the task for a split or mixture: classification of its images, or language modelling of its tokens.
+    """Return the task for a split or mixture: classification of images or sounds, or language modelling of tokens.
 
     Raises:
-        ConfigError: the samples have neither images nor tokens.
+        ConfigError: the samples have neither images, sounds nor tokens.
     """
     columns = columns_of(split)
     if IMAGE in columns:
         return Classification(config, split)
+    if AUDIO in columns:
+        return AudioClassification(config, split)
     if config.token_column in columns:
         return LanguageModelling(config, split)
-    raise ConfigError(f"{split!r} has neither images nor tokens to train on; its columns are {', '.join(columns)}")
+    raise ConfigError(
+        f"{split!r} has neither images, sounds nor tokens to train on; its columns are {', '.join(columns)}"
+    )

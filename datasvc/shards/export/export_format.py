@@ -20,7 +20,7 @@ from datasvc.keyed_random import Integers
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.reader import python_values
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, is_list
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_list, measured_among
 from datasvc.shards.format.shard_stores import open_listed_shard
 from datasvc.shards.versions.dataset import Split
 
@@ -179,11 +179,11 @@ def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def given_columns(schema: pa.Schema) -> list[pa.Field]:
-    """Return the columns that an export must hold: all except the key, and the width and height of an image.
+    """Return the columns that an export must hold: all except the key, and what was measured of images and sounds.
 
-    Each format stores the key in a way of its own. A reader can measure width and height again.
+    Each format stores the key in a way of its own. A reader can measure images and sounds again.
     """
-    measured = (WIDTH, HEIGHT) if IMAGE in schema.names else ()
+    measured = measured_among(schema, schema.names)
     return [field for field in schema if field.name != KEY and field.name not in measured]
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, ClassVar, Final
 
 import pyarrow as pa
 
+from datasvc.shards.audio.audio_file import audio_extension
 from datasvc.shards.export.destination import (
     Destination,
     image_extension,
@@ -32,7 +33,7 @@ from datasvc.shards.export.export_format import (
     is_label,
     refused_column,
 )
-from datasvc.shards.format.schema import IMAGE, KEY, is_blob, is_text
+from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, is_blob, is_text
 from datasvc.shards.versions.dataset import Split
 
 _BLOCK_BYTES: Final = 512
@@ -145,7 +146,9 @@ def _file_extension(column: pa.Field, value: Any) -> str:
     if is_text(column.type):
         return f"{column.name}.txt"
     extension = image_extension(value)
-    if column.name == IMAGE and extension is not None:
+    if column.name == AUDIO:
+        extension = audio_extension(bytes(memoryview(value)[:16]))
+    if column.name in {AUDIO, IMAGE} and extension is not None:
         return extension
     return f"{column.name}.{extension or 'bin'}"
 

@@ -1,7 +1,7 @@
 """Digests of single samples, which show whether a sample changed and which samples are duplicates.
 
 The sample index of a shard stores two digests per sample. Neither depends on the key, on the order of columns, on
-null columns, or on columns that are measured from an image (`width`, `height`):
+null columns, or on columns that the ingest measures (`width` of an image, `rate` of a sound):
 
 - *sample*: over the values of all other columns. Equal digests mean equal samples.
 - *payload*: over the blobs alone, so equal images with different labels have the same payload digest. For a sample
@@ -23,17 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_128_digest
 
-from datasvc.shards.format.schema import (
-    HEIGHT,
-    IMAGE,
-    KEY,
-    WIDTH,
-    is_blob,
-    is_gathered,
-    is_list,
-    is_text,
-    offset_dtype,
-)
+from datasvc.shards.format.schema import KEY, is_blob, is_gathered, is_list, is_text, measured_among, offset_dtype
 
 DIGEST_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("<q")
@@ -79,7 +69,7 @@ def digest_batch(
     digests of blobs by column, for columns that the batch lacks.
     """
     blobs: dict[str, Sequence[bytes | None]] = dict(known or {})
-    measured = (WIDTH, HEIGHT) if IMAGE in {*batch.schema.names, *blobs} else ()
+    measured = measured_among(batch.schema, {*batch.schema.names, *blobs})
     values: dict[str, Sequence[bytes | None]] = {}
     for name in batch.schema.names:
         column = batch.column(name)

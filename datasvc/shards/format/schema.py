@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,12 @@ KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 BOXES, BOX_LABELS, KEYPOINTS = "boxes", "box_labels", "keypoints"
 BOX_CLASSES: Final = b"datasvc.box_classes"
 """Metadata of a source or a shard with `box_labels`: the names of the classes by label, as a JSON list."""
-_KIND: Final = b"datasvc.kind"  # in the metadata of a source's column; the value `image` means encoded images
+AUDIO, RATE, CHANNELS, FRAMES, DURATION = "audio", "rate", "channels", "frames", "duration"
+# Columns that the ingest measures of the encoded files in a column. Those of sounds: frames per second, channels,
+# frames, and seconds.
+_IMAGE_COLUMNS: Final = {WIDTH: pa.int32(), HEIGHT: pa.int32()}
+_AUDIO_COLUMNS: Final = {RATE: pa.int32(), CHANNELS: pa.int32(), FRAMES: pa.int64(), DURATION: pa.float64()}
+_KIND: Final = b"datasvc.kind"  # in the metadata of a source's column: `image` or `audio`, which is encoded in it
 _PREFIX: Final = b"datasvc."
 REDACTED: Final = b"datasvc.redacted"
 """Metadata of a shard with purged samples: a bitmap of its rows, lowest bit first, as hexadecimal digits."""
@@ -50,8 +55,30 @@ def is_image(field: pa.Field) -> bool:
     return (field.metadata or {}).get(_KIND) == b"image"
 
 
+def audio_field(name: str, *, nullable: bool = False) -> pa.Field:
+    """Return the field by which a source declares a column of encoded sounds."""
+    return pa.field(name, pa.large_binary(), nullable=nullable, metadata={_KIND: b"audio"})
+
+
+def is_audio(field: pa.Field) -> bool:
+    """Return whether a column of a source holds encoded sounds."""
+    return (field.metadata or {}).get(_KIND) == b"audio"
+
+
+def is_media(field: pa.Field) -> bool:
+    """Return whether a column of a source holds encoded images or sounds, which the ingest checks."""
+    return is_image(field) or is_audio(field)
+
+
+def added_columns(field: pa.Field) -> dict[str, pa.DataType]:
+    """Return the columns that the ingest adds after a source's column, with their types."""
+    if field.name == IMAGE and is_image(field):
+        return dict(_IMAGE_COLUMNS)
+    return dict(_AUDIO_COLUMNS) if field.name == AUDIO and is_audio(field) else {}
+
+
 def stored_schema(source: pa.Schema) -> pa.Schema:
-    """Return the shard schema for a source's columns, with `width` and `height` added after the column `image`.
+    """Return the shard schema for a source's columns, with the `added_columns` after those of images and sounds.
 
     Metadata of the source with the prefix `datasvc.`, such as a tokenizer's digest, is kept.
 
@@ -60,13 +87,9 @@ def stored_schema(source: pa.Schema) -> pa.Schema:
     """
     fields: list[pa.Field] = []
     for field in source:
-        if field.name == IMAGE and is_image(field):
-            fields += [
-                field.remove_metadata(),
-                *(pa.field(name, pa.int32(), nullable=False) for name in (WIDTH, HEIGHT)),
-            ]
-        else:
-            fields.append(field)
+        added = added_columns(field)
+        fields.append(field.remove_metadata() if added else field)
+        fields += [pa.field(name, data_type, nullable=False) for name, data_type in added.items()]
     metadata = {name: value for name, value in (source.metadata or {}).items() if name.startswith(_PREFIX)}
     return shard_schema(fields, metadata)
 
@@ -119,9 +142,18 @@ def parse_box_classes(metadata: bytes | None) -> tuple[str, ...]:
 
 
 def measured_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """Return the columns of a shard's schema that hold measured image sizes; () for any other schema."""
-    is_shard = _FORMAT in (schema.metadata or {})
-    return (WIDTH, HEIGHT) if is_shard and IMAGE in schema.names else ()
+    """Return the columns of a shard's schema that an ingest has measured; () for any other schema."""
+    return measured_among(schema, schema.names) if _FORMAT in (schema.metadata or {}) else ()
+
+
+def measured_among(schema: pa.Schema, names: Collection[str]) -> tuple[str, ...]:
+    """Return the measured columns of samples that have the columns `names`, some of them in `schema`."""
+    found = (WIDTH, HEIGHT) if IMAGE in names else ()
+    # By their types too: a source's own column `audio` of bytes may have a neighbour that is called `rate`.
+    has_audio = AUDIO in names and all(
+        name in schema.names and schema.field(name).type == data_type for name, data_type in _AUDIO_COLUMNS.items()
+    )
+    return (*found, *_AUDIO_COLUMNS) if has_audio else found
 
 
 def is_gathered(data_type: pa.DataType) -> bool:

@@ -1,8 +1,8 @@
 """Builds one unit of a listed source: reads, checks and digests each file, and appends it to the shard of the unit.
 
-Each file of a listed source is one image. A local file is read directly into the writer's buffer, so that it is not
-copied unless it is encoded again. Remote files are read ahead into separate memory, up to a bounded number of bytes,
-and then copied to the buffer.
+Each file of a listed source is one image or sound. A local file is read directly into the writer's buffer, so that it
+is not copied unless it is encoded again. Remote files are read ahead into separate memory, up to a bounded number of
+bytes, and then copied to the buffer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from datasvc.progress import Progress
 from datasvc.repository import Repository
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.digests import digest_blob, digest_samples, encode_array
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
-from datasvc.shards.images.header import ImageHeader, check_and_reencode
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL, added_columns, is_blob
+from datasvc.shards.images.header import ImageHeader
 from datasvc.shards.ingestion.build import IngestWork, ShardFinisher, ShardOutput, UnitResult
+from datasvc.shards.ingestion.media_check import CheckedMedia, check_media
 from datasvc.shards.ingestion.plan import IngestUnit
 from datasvc.shards.sources.common.file_checks import HEAD_BYTES, foreign_content
 from datasvc.shards.sources.common.files import FileReader
-from datasvc.shards.sources.common.source import BadSample, ImageFile, ListedSource, printable
+from datasvc.shards.sources.common.source import BadSample, ListedFile, ListedSource, printable
 
 _MAX_READS_AHEAD: Final = 16
 _MAX_BYTES_AHEAD: Final = 32 << 20
 _REPORT_BYTES: Final = 4 << 20  # progress is reported after this many bytes
-_STANDARD_COLUMNS: Final = frozenset({KEY, IMAGE, LABEL})
 
 Content = bytes | memoryview
 """The bytes of a file."""
@@ -50,9 +50,9 @@ def build_listed(work: IngestWork, unit: IngestUnit, repository: Repository, pro
     bad: list[BadSample] = []
     with ShardFinisher(work, unit, repository) as finisher:
         output = finisher.open()
-        appender = _ImageAppender(work, output)
+        appender = _FileAppender(work, output)
         size_bytes = num_samples = 0  # since the last report of progress
-        allocate = partial(output.writer.blob_buffer, IMAGE)
+        allocate = partial(output.writer.blob_buffer, appender.media.name)
         for file, content in _read_files(work.source.url, unit.files, allocate):
             try:
                 appender.add(file, content)
@@ -71,11 +71,11 @@ def build_listed(work: IngestWork, unit: IngestUnit, repository: Repository, pro
     return result
 
 
-class _ImageAppender:
-    """Checks images and appends them to a shard.
+class _FileAppender:
+    """Checks images or sounds and appends them to a shard.
 
-    All steps for an image run directly after each other, while the image is in the CPU cache. Other columns are
-    written once per record batch, and the sample index once per shard.
+    All steps for a file run directly after each other, while the file is in the CPU cache. Other columns are written
+    once per record batch, and the sample index once per shard.
     """
 
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
@@ -84,40 +84,43 @@ class _ImageAppender:
         self._output = output
         self._writer = output.writer
         self._schema = work.schema
+        self.media = work.source.media
         self._decode_check = work.options.decode_check
         self._reencoding = work.options.reencoding
         self._has_label = LABEL in work.source.schema.names
-        extra_columns = [name for name in work.source.schema.names if name not in _STANDARD_COLUMNS]
-        # Position of each extra column in `ImageFile.values`.
+        extra_columns = [name for name in work.source.schema.names if name not in {KEY, LABEL, self.media.name}]
+        # Position of each extra column in `ListedFile.values`.
         self._value_positions = {name: position for position, name in enumerate(extra_columns)}
-        self._blob_sources = _blob_sources(work.schema, self._value_positions)
-        self._files: list[ImageFile] = []
-        self._headers: list[ImageHeader] = []
+        self._blob_sources = _blob_sources(work.schema, self.media.name, self._value_positions)
+        self._files: list[ListedFile] = []
+        self._checked: list[CheckedMedia] = []
         self._digests: list[bytes] = []
-        self._num_written = 0  # number of images in complete record batches
+        self._num_written = 0  # number of files in complete record batches
 
     @property
     def num_samples(self) -> int:
-        """Number of appended images."""
+        """Number of appended files."""
         return len(self._files)
 
-    def add(self, file: ImageFile, content: Content) -> None:
-        """Append one image. Raise BadSampleError if it is damaged, or its file name is not UTF-8."""
+    def add(self, file: ListedFile, content: Content) -> None:
+        """Append one file. Raise BadSampleError if it is damaged, or its file name is not UTF-8."""
         # `printable` changes only a name that is not UTF-8. The test for ASCII is faster.
         if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its file name is not UTF-8: rename the file")
         try:
-            header, encoded = check_and_reencode(content, self._reencoding, decode=self._decode_check)
+            checked = check_media(self.media, content, self._reencoding, decode=self._decode_check)
         except BadSampleError as error:
             reason = foreign_content(bytes(content[:HEAD_BYTES]))
             raise BadSampleError(f"is {reason}" if reason else str(error)) from error
-        file = self._complete(file, header)
-        content = encoded or content  # `encoded` is None if the image stays unchanged
+        if self.media.name == IMAGE:
+            width, height = map(int, checked.measured)
+            file = self._complete(file, ImageHeader(checked.kind, width, height))
+        content = checked.encoded or content  # `encoded` is None if the file stays unchanged
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)
         is_batch_full = self._writer.append_blobs(*blobs)
         self._files.append(file)
-        self._headers.append(header)
+        self._checked.append(checked)
         self._digests.append(digest)
         if is_batch_full:
             self._end_batch()
@@ -130,18 +133,21 @@ class _ImageAppender:
             for name, column in self._values(self._files).items()
             if name != KEY
         }
-        self._output.samples, self._output.payloads = digest_samples(len(self._files), {IMAGE: self._digests}, values)
+        self._output.samples, self._output.payloads = digest_samples(
+            len(self._files), {self.media.name: self._digests}, values
+        )
         self._output.keys = [file.key for file in self._files]
-        self._output.image_kinds.update([header.kind for header in self._headers])
+        if self.media.name == IMAGE:
+            self._output.image_kinds.update([checked.kind for checked in self._checked])
 
     def _end_batch(self) -> None:
-        """Write a record batch of the images that were appended since the last one."""
+        """Write a record batch of the files that were appended since the last one."""
         start, self._num_written = self._num_written, len(self._files)
-        headers = self._headers[start:]
-        measured = {WIDTH: [header.width for header in headers], HEIGHT: [header.height for header in headers]}
+        rows = zip(*(checked.measured for checked in self._checked[start:]), strict=True)
+        measured = dict(zip(added_columns(self.media), map(list, rows), strict=False))
         self._writer.end_batch({**self._values(self._files[start:]), **measured})
 
-    def _values(self, files: Sequence[ImageFile]) -> dict[str, list[Any]]:
+    def _values(self, files: Sequence[ListedFile]) -> dict[str, list[Any]]:
         """Return the values that the source lists for the files, by column."""
         values: dict[str, list[Any]] = {KEY: [file.key for file in files]}
         if self._has_label:
@@ -150,23 +156,23 @@ class _ImageAppender:
             name: [file.values[position] for file in files] for name, position in self._value_positions.items()
         }
 
-    def _blobs(self, file: ImageFile, content: Content) -> tuple[Content | None, ...]:
-        """Return the blobs of a file in the order of the columns: its image, and values that the source lists."""
+    def _blobs(self, file: ListedFile, content: Content) -> tuple[Content | None, ...]:
+        """Return the blobs of a file in the order of the columns: its content, and values that the source lists."""
         assert self._blob_sources is not None
         return tuple(content if position is None else file.values[position] for position in self._blob_sources)
 
 
-def _blob_sources(schema: pa.Schema, value_positions: Mapping[str, int]) -> tuple[int | None, ...] | None:
-    """Return each blob column's position in `ImageFile.values`; None for the image, and if it is the only blob."""
+def _blob_sources(schema: pa.Schema, media: str, value_positions: Mapping[str, int]) -> tuple[int | None, ...] | None:
+    """Return each blob column's position in `ListedFile.values`; None for `media`, and if it is the only blob."""
     columns = [field.name for field in schema if is_blob(field.type)]
-    if columns == [IMAGE]:
+    if columns == [media]:
         return None
-    return tuple(value_positions.get(name) for name in columns)  # `IMAGE` has no position
+    return tuple(value_positions.get(name) for name in columns)  # `media` has no position
 
 
 def _read_files(
-    url: str, files: Sequence[ImageFile], allocate: AllocateBuffer
-) -> Iterator[tuple[ImageFile, Content]]:
+    url: str, files: Sequence[ListedFile], allocate: AllocateBuffer
+) -> Iterator[tuple[ListedFile, Content]]:
     """Yield every file with its content, in order. Each content is valid until the next file is requested."""
     reader = FileReader(url)
     if reader.is_local:
@@ -174,7 +180,7 @@ def _read_files(
             yield file, _read_local(file, allocate)
         return
     with ThreadPoolExecutor(_MAX_READS_AHEAD, thread_name_prefix="datasvc-read") as pool:
-        pending: deque[tuple[ImageFile, Future[bytes]]] = deque()
+        pending: deque[tuple[ListedFile, Future[bytes]]] = deque()
         ahead_bytes = 0
         for file in files:
             # Both limits bound memory. A file that is larger than `_MAX_BYTES_AHEAD` is read alone.
@@ -187,7 +193,7 @@ def _read_files(
             yield _wait_for_read(*pending.popleft())
 
 
-def _wait_for_read(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, Content]:
+def _wait_for_read(file: ListedFile, future: Future[bytes]) -> tuple[ListedFile, Content]:
     """Return a remote file and its content. Raise SourceChangedError if its size differs from the listing."""
     # A change that keeps the size is found by a new listing at the end of the ingest.
     content = future.result()
@@ -196,7 +202,7 @@ def _wait_for_read(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, C
     return file, content
 
 
-def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
+def _read_local(file: ListedFile, allocate: AllocateBuffer) -> memoryview:
     """Read a file into the buffer of its blob. Raise SourceChangedError if it differs from the listing."""
     target = allocate(file.size_bytes)
     try:
@@ -225,7 +231,7 @@ def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
     return target
 
 
-def _changed(file: ImageFile, detail: str) -> SourceChangedError:
+def _changed(file: ListedFile, detail: str) -> SourceChangedError:
     return SourceChangedError(
         f"{printable(file.path)} changed while it was ingested: {detail}; run the same command again when no process "
         "writes to the source any more"

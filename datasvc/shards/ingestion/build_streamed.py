@@ -23,9 +23,9 @@ from datasvc.keyed_random import Integers
 from datasvc.progress import Progress
 from datasvc.repository import Repository
 from datasvc.shards.format.digests import DIGEST_BYTES, BlobViews, blob_views, digest_batch, value_offsets
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_gathered, is_image
-from datasvc.shards.images.header import ImageHeader, check_and_reencode
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL, added_columns, is_gathered, is_media
 from datasvc.shards.ingestion.build import EarlierShards, IngestWork, ShardFinisher, UnitResult
+from datasvc.shards.ingestion.media_check import CheckedMedia, check_media
 from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, IngestUnit, is_held_out, permute_in_shard
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
@@ -80,22 +80,21 @@ class CheckedBatch:
 def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[BadSample]) -> CheckedBatch:
     """Return the good samples of a source's batch with the columns of the shards; add the others to `bad`.
 
-    Images are checked, re-encoded if the options require it, and measured. Labels get their stored numbers.
+    Images and sounds are checked and measured, images re-encoded if the options require it. Labels get
+    their stored numbers.
     """
     reasons: dict[int, str] = {}
     columns = {name: batch.column(name) for name in batch.schema.names}
     kinds = [""] * batch.num_rows
     for declared in batch.schema:
-        if not is_image(declared):
+        if not is_media(declared):
             continue
-        headers, columns[declared.name] = _check_images(
-            work, batch.column(declared.name), reasons, nullable=declared.nullable
-        )
+        checked_files, columns[declared.name] = _check_files(work, declared, batch.column(declared.name), reasons)
+        for number, (name, data_type) in enumerate(added_columns(declared).items()):
+            # A null or bad file has the sizes 0.
+            columns[name] = pa.array([each.measured[number] if each else 0 for each in checked_files], data_type)
         if declared.name == IMAGE:
-            # A null or bad image has the size 0.
-            columns[WIDTH] = pa.array([header.width if header else 0 for header in headers], pa.int32())
-            columns[HEIGHT] = pa.array([header.height if header else 0 for header in headers], pa.int32())
-            kinds = [header.kind if header else "" for header in headers]
+            kinds = [each.kind if each else "" for each in checked_files]
     # A column `label` of another type is treated as an ordinary column.
     if LABEL in columns and pa.types.is_integer(columns[LABEL].type):
         columns[LABEL] = _relabel(work, columns[LABEL], reasons)
@@ -136,28 +135,28 @@ def value_bytes(column: pa.Array) -> Integers:
     return np.full(len(column), width_bytes, np.int64)
 
 
-def _check_images(
-    work: IngestWork, column: pa.Array, reasons: dict[int, str], *, nullable: bool
-) -> tuple[list[ImageHeader | None], pa.Array]:
-    """Return the image headers and the images to store; add to `reasons` why an image is bad, by row."""
+def _check_files(
+    work: IngestWork, field: pa.Field, column: pa.Array, reasons: dict[int, str]
+) -> tuple[list[CheckedMedia | None], pa.Array]:
+    """Return what is known of images or sounds, and those to store; add to `reasons` why one is bad, by row."""
     options = work.options
-    headers: list[ImageHeader | None] = []
+    checked_files: list[CheckedMedia | None] = []
     reencoded: dict[int, bytes] = {}
     for row, view in enumerate(blob_views(column)):
-        header = None
+        checked = None
         try:
-            if view is None and not nullable:
-                raise BadSampleError("has no image")  # noqa: TRY301 - one place turns errors into reasons
+            if view is None and not field.nullable:
+                raise BadSampleError(f"has no {field.name}")  # noqa: TRY301 - one place turns errors into reasons
             if view is not None:
-                header, content = check_and_reencode(view, options.reencoding, decode=options.decode_check)
-                if content is not None:
-                    reencoded[row] = content
+                checked = check_media(field, view, options.reencoding, decode=options.decode_check)
+                if checked.encoded is not None:
+                    reencoded[row] = checked.encoded
         except BadSampleError as error:
             reasons[row] = str(error)
-        headers.append(header)
+        checked_files.append(checked)
     if reencoded:
         column = pa.array([reencoded.get(row, column[row].as_py()) for row in range(len(column))], column.type)
-    return headers, column
+    return checked_files, column
 
 
 def _relabel(work: IngestWork, column: pa.Array, reasons: dict[int, str]) -> pa.Array:

@@ -18,11 +18,12 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_line
 from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
-from datasvc.shards.images.header import Reencoding, check_and_reencode
+from datasvc.shards.images.header import Reencoding
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.ingestion.build_streamed import check_batch
 from datasvc.shards.ingestion.ingest import AnySource, count_workers, find_newest, open_any_source
 from datasvc.shards.ingestion.ingest_commit import changed_options, choose_build_options
+from datasvc.shards.ingestion.media_check import check_media
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units
 from datasvc.shards.sources.common.files import FileReader
@@ -183,7 +184,7 @@ def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
             probe.stored_bytes += len(content)
             digest_blob(content)  # only so that its time counts in the measured rate
             try:
-                check_and_reencode(content, Reencoding(), decode=options.decode_check)
+                check_media(source.media, content, Reencoding(), decode=options.decode_check)
             except BadSampleError as error:
                 bad.append(BadSample(split, file.key, str(error)))
             if probe.stored_bytes >= _READ_BYTES:

@@ -23,7 +23,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys
 from datasvc.shards.images.header import Reencoding
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
-from datasvc.shards.sources.common.source import ImageFile, ListedSource, Source, SourcePart, StreamedSource
+from datasvc.shards.sources.common.source import ListedFile, ListedSource, Source, SourcePart, StreamedSource
 
 SHARD_BYTES: Final = 64 << 20
 PARTS_AT_ONCE: Final = 8
@@ -80,7 +80,7 @@ class IngestUnit:
 
     number: int
     split: str
-    files: tuple[ImageFile, ...] = ()
+    files: tuple[ListedFile, ...] = ()
     parts: tuple[SourcePart, ...] = ()
 
     @property
@@ -118,10 +118,10 @@ def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
 
 
 def plan_shards(
-    files: Sequence[ImageFile], shard_bytes: int, seed: int, *, keep_order: bool = False
-) -> list[list[ImageFile]]:
+    files: Sequence[ListedFile], shard_bytes: int, seed: int, *, keep_order: bool = False
+) -> list[list[ListedFile]]:
     """Assign files to shards: permute them by `seed` unless `keep_order` is set, then cut at `shard_bytes`."""
-    shards: list[list[ImageFile]] = []
+    shards: list[list[ListedFile]] = []
     free_bytes = 0
     order = range(len(files)) if keep_order else _permuted(len(files), seed, _FILES).tolist()
     for number in order:
@@ -167,14 +167,14 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(blake3(key.encode("utf-8", "surrogateescape")).digest(8), "big") < fraction * 2.0**64
 
 
-def hold_out(splits: Mapping[str, list[ImageFile]], fraction: float) -> dict[str, list[ImageFile]]:
+def hold_out(splits: Mapping[str, list[ListedFile]], fraction: float) -> dict[str, list[ListedFile]]:
     """Return the splits with a fraction of "train" moved to "val", without empty splits.
 
     Raise ConfigError if the splits already have "val", or have no "train".
     """
     _check_held_out(set(splits))
-    train: list[ImageFile] = []
-    val: list[ImageFile] = []
+    train: list[ListedFile] = []
+    val: list[ListedFile] = []
     for file in splits[DEFAULT_SPLIT]:
         (val if is_held_out(file.key, fraction) else train).append(file)
     divided = {**splits, DEFAULT_SPLIT: train, HELD_OUT_SPLIT: val}

@@ -167,8 +167,8 @@ def list_columns(split: Split) -> list[str]:
     """Return the columns and expressions that describe a split: classes, sizes of blobs and images, values."""
     schema = split.table.sample_schema
     names = [field.name for field in schema if field.name != KEY and is_countable(field.type)]
-    measured = measured_columns(schema)
-    aspect = [f"{WIDTH} / {HEIGHT}"] if measured and set(measured) <= set(names) else []
+    measured = {WIDTH, HEIGHT} & {*measured_columns(schema)}
+    aspect = [f"{WIDTH} / {HEIGHT}"] if measured and measured <= set(names) else []
     return sorted([*names, *aspect], key=lambda name: (name != LABEL, name != IMAGE))
 
 

@@ -6,7 +6,7 @@
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import (
     BadSample,
-    ImageFile,
+    ListedFile,
     ListedSource,
     Source,
     SourcePart,
@@ -16,8 +16,8 @@ from datasvc.shards.sources.images.image_folder import ImageFolderSource
 
 __all__ = [
     "BadSample",
-    "ImageFile",
     "ImageFolderSource",
+    "ListedFile",
     "ListedSource",
     "Source",
     "SourceOptions",

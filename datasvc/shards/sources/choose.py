@@ -19,6 +19,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import resolve_url
+from datasvc.shards.audio.audio_file import EXTENSIONS as SOUNDS
 from datasvc.shards.images.header import EXTENSIONS as IMAGES
 from datasvc.shards.sources.common.file_checks import ICEBERG_METADATA, hidden_part, is_hidden_name
 from datasvc.shards.sources.common.listing import expand_braces, is_marker
@@ -31,6 +32,7 @@ from datasvc.shards.sources.common.tables import TableSource, name_table_labels
 # that an image folder needs neither tokenizers nor lmdb.
 _CLASSES: Final = {
     "image-folder": "images.image_folder.ImageFolderSource",
+    "audio-folder": "images.image_folder.AudioFolderSource",
     "manifest": "images.manifest.ManifestSource",
     "imagenet": "images.imagenet.ImageNetSource",
     "coco": "images.coco.CocoSource",
@@ -62,10 +64,12 @@ _EXTENSIONS: Final = {
     "tokens": (".txt",),
     # Also pictures that are read with an option or a package only: the source says with which.
     "image-folder": (*IMAGES, ".heic", ".heif"),
+    "audio-folder": tuple(SOUNDS),
 }
 _FORMAT_OF_EXTENSION: Final = {
     extension: format_name for format_name, extensions in _EXTENSIONS.items() for extension in extensions
 }
+_FOLDERS: Final = ("image-folder", "audio-folder")
 # Files that identify the format of a folder, whatever other files it contains.
 _FORMAT_OF_NAME: Final = {
     "dataset_dict.json": "huggingface",
@@ -114,7 +118,7 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
     options = options or SourceOptions()
     format_name = options.format or choose_format(url, options)
     # An option may select another reader of the same files.
-    if format_name == "image-folder" and options.manifest is not None:
+    if format_name in _FOLDERS and options.manifest is not None:
         format_name = "manifest"
     if format_name == "json-lines" and options.tokenizer is not None:
         format_name = "tokens"
@@ -178,12 +182,14 @@ def _format_of_folder(paths: list[str], url: str) -> str:
         if name in unique_names:
             return format_name
     num_files = Counter(format_name for format_name in map(_format_of_file_name, names) if format_name is not None)
-    # Image folders often hold notes and lists too, so a single image decides.
+    # Such folders often hold notes and lists too, so a single image decides, and then a single sound.
     if "image-folder" in num_files:
         for format_name, pattern in _ANNOTATIONS.items():
             if any(map(pattern.search, paths)):
                 return format_name
-        return "image-folder"
+    for format_name in _FOLDERS:
+        if format_name in num_files:
+            return format_name
     if len(num_files) == 1:
         return next(iter(num_files))
     counts = ", ".join(f"{count} of {name}" for name, count in num_files.most_common()) or "of no supported format"
@@ -233,8 +239,8 @@ def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
         folders[:] = filterfalse(is_hidden_name, folders)
         prefix = f"{folder[len(root) :].strip('/')}/".lstrip("/")
         for name in files:
-            is_image = _format_of_file_name(name) == "image-folder"
-            if hidden_part(prefix + name, underscores=not is_image) is None and name != _EXPORT_SUMMARY:
+            is_media = _format_of_file_name(name) in _FOLDERS
+            if hidden_part(prefix + name, underscores=not is_media) is None and name != _EXPORT_SUMMARY:
                 names.append(prefix + name)
         if len(names) >= _MAX_SCANNED_FILES:
             break

@@ -105,7 +105,7 @@ def test_a_tar_has_no_times_and_owners(repository, tmp_path):
 
 def test_pictures_beside_the_image_get_their_kind_as_extension(repository, tmp_path):
     schema = shard_schema([KEY_FIELD, pa.field("depth", pa.large_binary()), pa.field("audio", pa.large_binary())])
-    samples = [{"key": "a", "depth": photo("x")["image"], "audio": b"RIFF....WAVE"}]
+    samples = [{"key": "a", "depth": photo("x")["image"], "audio": b"RIFF....AVI "}]
     write_version(repository, "two", {"train": [samples]}, schema)
     exported(open_dataset(repository, "two"), tmp_path / "out", "webdataset")
     with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:

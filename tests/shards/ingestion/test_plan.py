@@ -13,14 +13,14 @@ from datasvc.shards.ingestion.plan import (
     permute_in_shard,
     plan_shards,
 )
-from datasvc.shards.sources import ImageFile, SourcePart
+from datasvc.shards.sources import ListedFile, SourcePart
 
 sizes = st.lists(st.integers(0, 100), min_size=1, max_size=60)
 seeds = st.integers(0, 2**64 - 1)
 
 
 def listed(sizes):
-    return [ImageFile(str(number), "", size, None) for number, size in enumerate(sizes)]
+    return [ListedFile(str(number), "", size, None) for number, size in enumerate(sizes)]
 
 
 def parts(sizes):
@@ -77,7 +77,7 @@ def test_shards_of_one_unit_are_permuted_differently():
 
 @given(st.lists(st.text(max_size=8), unique=True, max_size=40), st.floats(0.01, 0.99))
 def test_held_out_samples_are_chosen_by_their_key_alone(keys, fraction):
-    files = [ImageFile(key, "", 1, None) for key in keys]
+    files = [ListedFile(key, "", 1, None) for key in keys]
     half = hold_out({"train": files[: len(files) // 2]}, fraction)
     whole = hold_out({"train": files}, fraction)
     for split in half:

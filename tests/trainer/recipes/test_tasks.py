@@ -89,7 +89,7 @@ def test_data_chooses_the_task_and_data_of_neither_kind_is_refused(digits):
         return SimpleNamespace(table=SimpleNamespace(sample_schema=SimpleNamespace(names=list(columns))), classes=())
 
     assert isinstance(choose_task(CONFIG, split_with("key", "tokens")), LanguageModelling)
-    with pytest.raises(ConfigError, match="neither images nor tokens"):
+    with pytest.raises(ConfigError, match="neither images, sounds nor tokens"):
         choose_task(CONFIG, split_with("key", "text"))
     with pytest.raises(ConfigError, match="no labels"):
         choose_task(CONFIG, split_with("key", "image"))

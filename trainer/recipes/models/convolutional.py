@@ -14,6 +14,7 @@ _STAGES: Final = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 _MIN_SIZE = 32  # each of the five poolings halves the size
 
 
+_WIDTHS: Final = (16, 32, 64, 128)  # output channels of the convolutions of the small networks
 _MIN_ALEXNET_SIZE = 63  # with 62 pixels, the input of the last 3x3 pooling would be only 2x2
 
 
@@ -109,17 +110,30 @@ def small_cnn(num_classes: int) -> nn.Module:
 
     Group normalisation uses statistics of one image at a time, so results do not depend on the number of ranks.
     """
-    widths = (16, 32, 64, 128)  # output channels of each convolution
+    layers = _strided_convolutions(3)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(_WIDTHS[-1] * 4, num_classes))
+
+
+def keyword_cnn(num_classes: int) -> nn.Module:
+    """Return a network of four strided convolutions for mel spectrograms of one channel, about 100,000 parameters.
+
+    The last layers average over time and not over frequency, as for keywords (Sainath and Parada, Interspeech 2015).
+    """
+    pooling = nn.AdaptiveAvgPool2d((4, 1))
+    head = nn.Linear(_WIDTHS[-1] * 4, num_classes)
+    return nn.Sequential(nn.GroupNorm(1, 1), *_strided_convolutions(1), pooling, nn.Flatten(), head)
+
+
+def _strided_convolutions(channels: int) -> list[nn.Module]:
     layers: list[nn.Module] = []
-    channels = 3
-    for width in widths:
+    for width in _WIDTHS:
         layers += [
             nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False),
             nn.GroupNorm(8, width),
             nn.ReLU(inplace=True),
         ]
         channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(channels * 4, num_classes))
+    return layers
 
 
 # The widths are those of torchvision's model: one tower with 64, 192, 384, 256 and 256 filters, without local

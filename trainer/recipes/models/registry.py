@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import nn
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.models.convolutional import VGG16, AlexNet, small_cnn
+from datasvc.trainer.recipes.models.convolutional import VGG16, AlexNet, keyword_cnn, small_cnn
 from datasvc.trainer.recipes.models.googlenet import GoogLeNet
 from datasvc.trainer.recipes.models.gpt import GPT, gpt2, gpt2_medium
 from datasvc.trainer.recipes.models.inception import InceptionV3
@@ -20,6 +20,7 @@ from datasvc.trainer.recipes.models.resnet import BottleneckBlock, ResidualBlock
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = {
     "small-cnn": small_cnn,
+    "keyword-cnn": keyword_cnn,
     # The number after a model is its number of parameters with 1000 classes.
     "resnet18": functools.partial(ResNet, ResidualBlock, (2, 2, 2, 2)),  # 11,689,512
     "resnet34": functools.partial(ResNet, ResidualBlock, (3, 4, 6, 3)),  # 21,797,672

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from datasvc.errors import ConfigError
 from datasvc.planning.layout import LOST_AFTER_S, PipelineSchedule, parse_sizes
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
-from datasvc.trainer.recipes.settings.groups.data import DataSettings, OrderSettings, TokenSettings
+from datasvc.trainer.recipes.settings.groups.data import AudioSettings, DataSettings, OrderSettings, TokenSettings
 from datasvc.trainer.recipes.settings.groups.images import DecodeSettings, EvaluationSettings, ImageSettings
 from datasvc.trainer.recipes.settings.groups.job import (
     CacheSettings,
@@ -101,6 +101,7 @@ class LayoutSettings(SettingGroup):
 class TrainConfig(
     DataSettings,
     TokenSettings,
+    AudioSettings,
     CacheSettings,
     OrderSettings,
     ImageSettings,

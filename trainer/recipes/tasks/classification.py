@@ -65,7 +65,7 @@ class Classification:
     ) -> Loader[Any]:
         """Return this rank's loader of a split or mixture."""
         config = self._config
-        _check_labels(split, self._num_classes)
+        self.check_labels(split)
         # A decode group shares batches in the memory of the CPU; `unpack` copies them to the device.
         group = DecodeGroup(config.decode_group, config.decode_lag) if config.decode_group and training else None
         return ImageLoader(
@@ -85,6 +85,10 @@ class Classification:
             ledger=config.ledger if training else None,
             decode_group=group,
         )
+
+    def check_labels(self, split: Split | Mixture) -> None:
+        """Raise ConfigError if a sample has no label or a label outside the classes."""
+        _check_labels(split, self._num_classes)
 
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
         """Return the model, with one logit per class."""
@@ -194,6 +198,13 @@ def _check_labels_of_split(split: Split, num_classes: int) -> None:
             f"{num_unlabelled} samples of {split!r} have no label: delete them "
             f"(datasvc delete {split.dataset.partition('@')[0]} --where 'label is null')"
         )
+
+
+def refuse_image_settings(config: TrainConfig, holds: str, *others: str) -> None:
+    """Raise ConfigError if a setting for images, or one of `others`, is given; `holds` says what the data are."""
+    for name in ("transform", "jitter", "mean", "std", "decode", "decode_group", *others):
+        if getattr(config, name) != getattr(TrainConfig, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for images, and {holds}; leave it out")
 
 
 def order_arguments(config: TrainConfig, *, training: bool) -> dict[str, Any]:

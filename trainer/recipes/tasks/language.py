@@ -19,7 +19,7 @@ from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.training import TEXT_MODEL
-from datasvc.trainer.recipes.tasks.classification import order_arguments
+from datasvc.trainer.recipes.tasks.classification import order_arguments, refuse_image_settings
 from datasvc.trainer.recipes.tasks.task import NO_TARGET, DataPlacement, Examples
 
 _MAX_EXPONENT: Final = 700.0  # the exponential of a larger number can overflow a float64
@@ -44,10 +44,7 @@ class LanguageModelling:
             raise ConfigError(
                 f"{split!r} holds tokens: set the size of its vocabulary, such as --vocabulary 50257 for GPT-2's"
             )
-        for name in ("transform", "jitter", "mean", "std", "decode", "decode_group", "on_bad"):
-            if getattr(config, name) != getattr(TrainConfig, name):
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option} is for images, and {split!r} holds tokens; leave it out")
+        refuse_image_settings(config, f"{split!r} holds tokens", "on_bad")
         self._config = config
         self._vocabulary = config.vocabulary
 

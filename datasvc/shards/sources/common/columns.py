@@ -1,11 +1,12 @@
 """Map the columns of a format to sample columns (names, types, images, keys), and build batches of samples.
 
 Raw columns are those that the reader of a format yields. In samples, blobs are `large_binary`. A blob column whose
-first value starts like an encoded image is an image column. Most columns keep their names, with these exceptions:
+first value starts like an encoded image or sound is a column of these. Most columns keep their names, except:
 
-- A single image column becomes `image`, the name that image loaders read.
+- A single image column becomes `image`, and a single column of sounds `audio`: the names that loaders read.
 - The column of class indices becomes `label`.
-- `width` and `height` get the prefix `source_` if there is an `image`: the ingest adds columns of these names.
+- `width` and `height` get the prefix `source_` if there is an `image`: the ingest adds columns of these names. So do
+  `rate`, `channels`, `frames` and `duration` if there is an `audio`.
 
 Sources make the map when they list, and convert batches with it when they read.
 """
@@ -21,13 +22,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError
+from datasvc.shards.audio.audio_file import looks_like_audio
 from datasvc.shards.format.schema import (
-    HEIGHT,
+    AUDIO,
     IMAGE,
     KEY,
     LABEL,
-    WIDTH,
+    added_columns,
+    audio_field,
     image_field,
+    is_audio,
     is_blob,
     is_image,
     measured_columns,
@@ -66,6 +70,7 @@ class ColumnMap:
         first: the first samples, with the columns of `raw`; image columns are detected in them.
         key: raw column that holds the keys; None: a column called `key`. Without one, the source makes the keys.
         images: raw columns that the format defines as encoded images.
+        sounds: raw columns that the format defines as encoded sounds.
         label: raw column that the format defines as class index; None: the column `label`, or else an integer column
             called `cls`, `class` or `target`.
 
@@ -85,26 +90,28 @@ class ColumnMap:
         *,
         key: str | None = None,
         images: Collection[str] = (),
+        sounds: Collection[str] = (),
         label: str | None = None,
     ) -> None:
         check_names(raw.names)
         check_unique(raw.names, "the source")
         self.key = _choose_key(raw, key)
-        # Width and height in an exported version are left out, because the ingest measures the images again.
+        # Sizes in an exported version are left out, because the ingest measures images and sounds again.
         measured = measured_columns(raw)
         value_names = [name for name in raw.names if name != self.key and name not in measured]
-        fields = {name: _sample_field(raw.field(name), first, images) for name in value_names}
-        image_names = [name for name, field in fields.items() if is_image(field)]
-        if len(image_names) == 1 and IMAGE not in fields:
-            fields[image_names[0]] = fields[image_names[0]].with_name(IMAGE)
+        fields = {name: _sample_field(raw.field(name), first, images, sounds) for name in value_names}
+        for chosen, is_kind in ((IMAGE, is_image), (AUDIO, is_audio)):
+            found = [name for name, field in fields.items() if is_kind(field)]
+            if len(found) == 1 and chosen not in fields:
+                fields[found[0]] = fields[found[0]].with_name(chosen)
         integers = (name for name in _LABELS if name in fields and pa.types.is_integer(fields[name].type))
         self.label = label or (LABEL if LABEL in fields else next(integers, None))
         self._classes: pa.Array | None = None
         if self.label is not None:
             fields[self.label] = fields[self.label].with_name(LABEL)
-        has_image = any(field.name == IMAGE and is_image(field) for field in fields.values())
+        reserved = {name for field in fields.values() for name in added_columns(field)}
         # Sample fields by the name of their raw column, without the key.
-        self._fields = {name: _final_field(field, has_image=has_image) for name, field in fields.items()}
+        self._fields = {name: _final_field(field, reserved) for name, field in fields.items()}
         self.schema = self._sample_schema()
 
     def with_labels(self, name: str, classes: Sequence[str] = ()) -> ColumnMap:
@@ -336,24 +343,33 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
     return key
 
 
-def _sample_field(raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images: Collection[str]) -> pa.Field:
-    """Return the sample field of a raw column. Images are required, unless one of the `first` samples has none."""
+def _sample_field(
+    raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images: Collection[str], sounds: Collection[str]
+) -> pa.Field:
+    """Return the sample field of a raw column. Images and sounds are required, unless a `first` sample has none."""
     field_type = sample_type(raw.type)
-    column = None if first is None else first.column(raw.name)
-    if is_blob(field_type) and (raw.name in images or (column is not None and _holds_images(column))):
-        return image_field(raw.name, nullable=raw.nullable and column is not None and column.null_count > 0)
+    if is_blob(field_type):
+        column = None if first is None else first.column(raw.name)
+        head = None if column is None else _first_bytes(column)
+        nullable = raw.nullable and column is not None and column.null_count > 0
+        if raw.name in images or looks_like_image(head):
+            return image_field(raw.name, nullable=nullable)
+        # An MP3 without a tag starts with 11 bits, which other blobs may start with too.
+        if raw.name in sounds or (head and head[:1] != b"\xff" and looks_like_audio(head)):
+            return audio_field(raw.name, nullable=nullable)
     return pa.field(raw.name, field_type, nullable=raw.nullable)
 
 
-def _holds_images(column: pa.Array | pa.ChunkedArray) -> bool:
-    """Return whether the first value that is not null starts like an encoded image."""
+def _first_bytes(column: pa.Array | pa.ChunkedArray) -> bytes | None:
+    """Return the start of the first value that is not null."""
     # Only the first value is inspected, because the type of a column is fixed before the other values are read.
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
         for value in decode_column(chunk):
             if value.is_valid:
-                return looks_like_image(value.as_buffer()[:16].to_pybytes())
-    return False
+                head: bytes = value.as_buffer()[:16].to_pybytes()
+                return head
+    return None
 
 
 def _convert(batch: pa.RecordBatch, name: str, data_type: pa.DataType) -> pa.Array:
@@ -392,10 +408,10 @@ def _size_of(value: Any) -> int:
     return int(getattr(value, "nbytes", 8))
 
 
-def _final_field(field: pa.Field, *, has_image: bool) -> pa.Field:
+def _final_field(field: pa.Field, reserved: Collection[str]) -> pa.Field:
     """Return a sample field with the name and the integer type that the ingest expects."""
-    if has_image and field.name in (WIDTH, HEIGHT):
-        # The writer adds columns of these names with the measured size of the image.
+    if field.name in reserved:
+        # The ingest adds columns of these names, with what it measures.
         return field.with_name(f"{_SOURCE_PREFIX}{field.name}")
     if field.name == LABEL and pa.types.is_integer(field.type):
         return field.with_type(pa.int32())

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import KEY
+from datasvc.shards.format.schema import KEY, is_media
 from datasvc.shards.images.header import ImageHeader
 from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
@@ -61,7 +61,7 @@ class SourcePart:
     where: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ImageFile(NamedTuple):
+class ListedFile(NamedTuple):
     """One file of a listed source.
 
     Attributes:
@@ -135,17 +135,22 @@ class Source(ABC):
 
 
 class ListedSource(Source):
-    """A source of files that hold one image each.
+    """A source of files that hold one image or sound each.
 
     Attributes:
         splits: files by split, ordered by key.
     """
 
-    splits: dict[str, list[ImageFile]]
+    splits: dict[str, list[ListedFile]]
+
+    @property
+    def media(self) -> pa.Field:
+        """The column that has the content of the files."""
+        return next(column for column in self.schema if is_media(column))
 
     @property
     def size_bytes(self) -> int:
-        """Size of all images when they were listed."""
+        """Size of all files when they were listed."""
         return sum(file.size_bytes for files in self.splits.values() for file in files)
 
     def with_key_prefix(self, prefix: str) -> Self:
@@ -157,7 +162,7 @@ class ListedSource(Source):
         object.__setattr__(prefixed, "splits", splits)
         return prefixed
 
-    def complete(self, file: ImageFile, header: ImageHeader) -> ImageFile:  # noqa: ARG002 - for subclasses
+    def complete(self, file: ListedFile, header: ImageHeader) -> ListedFile:  # noqa: ARG002 - for subclasses
         """Return a file with the values of the extra columns, now that its image is read.
 
         Raises:

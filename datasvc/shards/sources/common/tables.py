@@ -21,7 +21,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
-from datasvc.shards.format.schema import is_image
+from datasvc.shards.format.schema import is_media
 from datasvc.shards.sources.common.column_types import cast_column, is_binary, is_text
 from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
 from datasvc.shards.sources.common.files import FileReader
@@ -284,8 +284,8 @@ def name_labels(
         return columns, known
     if pa.types.is_integer(field.type):
         return (columns, known) if name == columns.label else (columns.with_labels(name), ())
-    has_images = any(is_image(each) for each in columns.schema)
-    if pa.types.is_string(field.type) and classes is not None and (is_asked or has_images):
+    has_media = any(is_media(each) for each in columns.schema)
+    if pa.types.is_string(field.type) and classes is not None and (is_asked or has_media):
         found = _class_names(read(name))
         return columns.with_labels(name, found), found
     if (pa.types.is_boolean(field.type) and is_asked) or (pa.types.is_floating(field.type) and _is_whole(read(name))):

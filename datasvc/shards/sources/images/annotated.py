@@ -26,7 +26,7 @@ from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, BOXES, IMAGE, 
 from datasvc.shards.images.header import EXTENSIONS, ImageHeader
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile, extension_of, find_below
-from datasvc.shards.sources.common.source import ImageFile, ListedSource
+from datasvc.shards.sources.common.source import ListedFile, ListedSource
 
 MAX_SMALL_BYTES: Final = 16 << 20  # of a file with the annotations of one image, or of a list
 _READING_THREADS: Final = 16
@@ -51,11 +51,11 @@ class Annotation(NamedTuple):
 
 @dataclass(frozen=True)
 class AnnotatedSource(ListedSource):
-    """Images with boxes; a subclass lists them. Until an image is read, its `ImageFile.values` is an `Annotation`."""
+    """Images with boxes, listed by a subclass. Until an image is read, its `ListedFile.values` is an `Annotation`."""
 
     url: str
     schema: pa.Schema
-    splits: dict[str, list[ImageFile]]
+    splits: dict[str, list[ListedFile]]
     classes: tuple[str, ...] = ()  # those of the column `label`, which these sources do not have
     ignored: Counter[str] = field(default_factory=Counter)
 
@@ -64,7 +64,7 @@ class AnnotatedSource(ListedSource):
         """Names of the classes of `box_labels`, by label."""
         return tuple(json.loads(self.schema.metadata[BOX_CLASSES]))
 
-    def complete(self, file: ImageFile, header: ImageHeader) -> ImageFile:
+    def complete(self, file: ListedFile, header: ImageHeader) -> ListedFile:
         """Return a file with the values of its columns, in pixels of the image as it is stored."""
         annotation = Annotation(*file.values)
         if annotation.reason:
@@ -94,7 +94,7 @@ class AnnotatedSource(ListedSource):
         url: str,
         names: Sequence[str],
         columns: Mapping[str, pa.DataType],
-        splits: Mapping[str, Iterable[ImageFile]],
+        splits: Mapping[str, Iterable[ListedFile]],
         ignored: Counter[str],
     ) -> Self:
         """Return a source of these files; `names` are the classes, `columns` the further columns of objects.
@@ -153,11 +153,11 @@ class AnnotatedFolder:
         with ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="datasvc-annotations") as pool:
             return list(pool.map(partial(self.text), names))
 
-    def image(self, name: str, key: str, annotation: Annotation) -> ImageFile:
+    def image(self, name: str, key: str, annotation: Annotation) -> ListedFile:
         """Return an image of the listing. A change of its annotation changes the fingerprint of the source."""
         file = self.files[name]
         self.used.add(name)
-        return ImageFile(key, file.path, file.size_bytes, None, file.stamp, tuple(annotation))
+        return ListedFile(key, file.path, file.size_bytes, None, file.stamp, tuple(annotation))
 
     def ignored(self) -> Counter[str]:
         """Return the number of files that the source does not use, by extension."""

@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEYPOINTS
 from datasvc.shards.sources.common.options import SPLIT_NAMES, SourceOptions, split_of
-from datasvc.shards.sources.common.source import ImageFile
+from datasvc.shards.sources.common.source import ListedFile
 from datasvc.shards.sources.images.annotated import (
     BOX_COLUMNS,
     AnnotatedFolder,
@@ -64,7 +64,7 @@ class CocoSource(AnnotatedSource):
         columns = {**BOX_COLUMNS, BOX_CROWD: pa.bool_(), BOX_AREA: pa.float64()}
         if num_keypoints:
             columns[KEYPOINTS] = pa.list_(pa.float64(), 3 * num_keypoints)
-        splits: defaultdict[str, list[ImageFile]] = defaultdict(list)
+        splits: defaultdict[str, list[ListedFile]] = defaultdict(list)
         for name, document in documents.items():
             split = options.split or split_of(name)
             for found, key, image, objects in _images(folder, name, document, url):

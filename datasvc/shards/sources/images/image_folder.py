@@ -1,7 +1,7 @@
-"""Source of image folders on any fsspec URL: `SOURCE/[SPLIT/]CLASS/NAME.jpg`, or flat without classes.
+"""Sources of folders of images or sounds on any fsspec URL: `SOURCE/[SPLIT/]CLASS/NAME.jpg`, or without classes.
 
 A top folder with the name of a split is a split, and the folders in it are classes. If there are no split folders,
-the top folders are the classes. Files without an image extension and hidden files (`file_checks`) are left out and
+the top folders are the classes. Files without such an extension and hidden files (`file_checks`) are left out and
 counted.
 """
 
@@ -19,12 +19,13 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
+from datasvc.shards.audio.audio_file import EXTENSIONS as AUDIO_EXTENSIONS
+from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, LABEL, audio_field, image_field
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.file_checks import unread_pictures
 from datasvc.shards.sources.common.listing import SourceFile, find_below
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SPLIT_NAMES, SourceOptions
-from datasvc.shards.sources.common.source import ImageFile, ListedSource, printable
+from datasvc.shards.sources.common.source import ListedFile, ListedSource, printable
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class ImageFolderSource(ListedSource):
     """A listed image folder. Its classes are the same in all splits."""
 
     kind: ClassVar[str] = "image-folder"
+    noun: ClassVar[str] = "images"
 
     url: str
-    splits: dict[str, list[ImageFile]]
+    splits: dict[str, list[ListedFile]]
     classes: tuple[str, ...]
     ignored: Counter[str] = field(default_factory=Counter)
 
@@ -44,32 +46,32 @@ class ImageFolderSource(ListedSource):
 
         Raises:
             NotFoundError: there is no folder, or no image in it.
-            ConfigError: only some images are in class folders, or only some in split folders; a link leads out of
+            ConfigError: only some files are in class folders, or only some in split folders; a link leads out of
                 the source; or no driver for the URL is installed.
             UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         files_below, _, hidden = find_below(url)
-        extensions = EXTENSIONS | {".gif"} if options.first_frame else EXTENSIONS
+        extensions = cls.extensions(options)
         folders, ignored = _by_folder(files_below.values(), extensions)
         ignored += hidden
         if not folders:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no images among its {count_text(len(files_below), 'file')}; "
+                f"cannot ingest {redact_url(url)}: no {cls.noun} among its {count_text(len(files_below), 'file')}; "
                 f"{unread_pictures(ignored) or 'expected ' + ', '.join(sorted(extensions))}"
             )
         # If the options give the split of all files, every top folder is a class folder, even one called "train".
         if options.split is None:
             _check_splits(folders, url)
         roles = {folder: _role(folder, options.split) for folder in sorted(folders)}
-        classes = _classes(roles, folders, url)
+        classes = _classes(roles, folders, url, cls.noun)
         # One order of classes for all splits, so that a label means the same class in each of them.
         labels = {name: number for number, name in enumerate(classes)}
-        splits: dict[str, list[ImageFile]] = {}
+        splits: dict[str, list[ListedFile]] = {}
         for folder, (split, class_name, key_start) in roles.items():
             label = labels[class_name] if class_name is not None else None
             files = [
-                ImageFile(name[key_start:], path, size_bytes, label, stamp)
+                ListedFile(name[key_start:], path, size_bytes, label, stamp)
                 for name, path, size_bytes, stamp in folders[folder]
             ]
             splits.setdefault(split, []).extend(files)
@@ -77,11 +79,39 @@ class ImageFolderSource(ListedSource):
             files.sort(key=attrgetter("key"))
         return cls(url, splits, classes, ignored)
 
+    @staticmethod
+    def extensions(options: SourceOptions) -> Collection[str]:
+        """Return the extensions of the files that are samples."""
+        return EXTENSIONS | {".gif"} if options.first_frame else EXTENSIONS
+
+    @property
+    def media(self) -> pa.Field:
+        """The column that has the content of the files."""
+        return image_field(IMAGE)
+
     @property
     def schema(self) -> pa.Schema:
         """Columns of the samples."""
         label = [pa.field(LABEL, pa.int32(), nullable=False)] if self.classes else []
-        return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), *label])
+        return pa.schema([pa.field(KEY, pa.string(), nullable=False), self.media, *label])
+
+
+@dataclass(frozen=True)
+class AudioFolderSource(ImageFolderSource):
+    """A listed folder of sounds, with the folders of `ImageFolderSource`."""
+
+    kind: ClassVar[str] = "audio-folder"
+    noun: ClassVar[str] = "sounds"
+
+    @staticmethod
+    def extensions(options: SourceOptions) -> Collection[str]:  # noqa: ARG004 - those of images depend on them
+        """Return the extensions of the files that are samples."""
+        return AUDIO_EXTENSIONS
+
+    @property
+    def media(self) -> pa.Field:
+        """The column that has the content of the files."""
+        return audio_field(AUDIO)
 
 
 def _by_folder(
@@ -142,14 +172,16 @@ def _role(folder: str, only_split: str | None) -> _FolderRole:
     return _FolderRole(split.lower(), below.partition("/")[0] or None, key_start)
 
 
-def _classes(roles: Mapping[str, _FolderRole], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
-    """Return the sorted class names. Raise ConfigError if only some images have a class, or a name is not UTF-8."""
+def _classes(
+    roles: Mapping[str, _FolderRole], folders: Mapping[str, list[SourceFile]], url: str, noun: str
+) -> tuple[str, ...]:
+    """Return the sorted class names. Raise ConfigError if only some files have a class, or a name is not UTF-8."""
     names = {role.class_name for role in roles.values()}
     if None in names and len(names) > 1:
         flat_folders = [folder for folder, role in roles.items() if role.class_name is None]
         first_file = min(file.name for folder in flat_folders for file in folders[folder])
         raise ConfigError(
-            f"cannot ingest {redact_url(url)}: some images are in class folders and some are not, such as "
+            f"cannot ingest {redact_url(url)}: some {noun} are in class folders and some are not, such as "
             f"{first_file}; move these into a class folder or out of the source"
         )
     for name in names:

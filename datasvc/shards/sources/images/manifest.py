@@ -1,4 +1,4 @@
-"""Source of images listed in a manifest: a CSV, JSON lines or Parquet file that names files, labels and splits.
+"""Source of images or sounds listed in a manifest: a CSV, JSON lines or Parquet file.
 
 All files in the manifest must be below the source. Other files below the source are counted and left out.
 """
@@ -18,11 +18,12 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
+from datasvc.shards.audio.audio_file import EXTENSIONS as AUDIO_EXTENSIONS
+from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, LABEL, added_columns, audio_field, image_field
 from datasvc.shards.sources.common.column_types import cast_column, is_text, sample_type
 from datasvc.shards.sources.common.listing import extension_of, find_below
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SPLIT_NAMES, SourceOptions
-from datasvc.shards.sources.common.source import BadSample, ImageFile, ListedSource
+from datasvc.shards.sources.common.source import BadSample, ListedFile, ListedSource
 from datasvc.shards.sources.common.tables import TableSource
 from datasvc.shards.sources.tabular.csv_files import EXTENSIONS as CSV_EXTENSIONS
 from datasvc.shards.sources.tabular.csv_files import CsvSource
@@ -33,24 +34,22 @@ from datasvc.shards.sources.tabular.parquet import ParquetSource
 
 _UNLISTED: Final = "not in the manifest"
 _MAX_SHOWN_FILES: Final = 10
-FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image")
+FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image", "audio", "audio_filepath")
 LABEL_COLUMNS: Final = ("label", "class")
 SPLIT_COLUMN: Final = "split"
-# Columns that the source or the ingest makes; an extra column of such a name gets the prefix `source_`.
-_RESERVED_NAMES: Final = frozenset({KEY, IMAGE, LABEL, WIDTH, HEIGHT})
 _MAX_LABEL: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
 class ManifestSource(ListedSource):
-    """A listed image folder with a manifest; `schema` has the other columns of the manifest too."""
+    """A listed folder with a manifest; `schema` has the other columns of the manifest too."""
 
     # A manifest is only an option of an image folder, so log entries name the format of the folder.
     kind: ClassVar[str] = "image-folder"
 
     url: str
     schema: pa.Schema
-    splits: dict[str, list[ImageFile]]
+    splits: dict[str, list[ListedFile]]
     classes: tuple[str, ...]
     ignored: Counter[str]
     has_keys: bool
@@ -82,10 +81,10 @@ class ManifestSource(ListedSource):
         splits = _splits(names, manifest, options)
         extras = [manifest.values(name) for name in manifest.extras]
         rows = zip(names, keys, splits, labels, *extras, strict=True)
-        files_by_split: dict[str, list[ImageFile]] = {}
+        files_by_split: dict[str, list[ListedFile]] = {}
         for name, key, split, label, *values in rows:
             source_file = files_below[name]
-            file = ImageFile(key, source_file.path, source_file.size_bytes, label, source_file.stamp, tuple(values))
+            file = ListedFile(key, source_file.path, source_file.size_bytes, label, source_file.stamp, tuple(values))
             files_by_split.setdefault(split, []).append(file)
         for files in files_by_split.values():
             files.sort(key=lambda file: file.key)
@@ -94,7 +93,17 @@ class ManifestSource(ListedSource):
         own, unlisted = resolve_url(options.manifest)[1], files_below.keys() - set(names)
         num_unlisted = sum(f"{root}/{name}" != own for name in unlisted)
         ignored = Counter({_UNLISTED: num_unlisted} if num_unlisted else {})
-        return cls(url, manifest.schema(labels), files_by_split, classes, ignored, manifest.key is not None)
+        is_audio = extension_of(names[0]) in AUDIO_EXTENSIONS
+        schema = manifest.schema(labels, audio_field(AUDIO) if is_audio else image_field(IMAGE))
+        chosen = AudioManifestSource if is_audio else ManifestSource
+        return chosen(url, schema, files_by_split, classes, ignored, manifest.key is not None)
+
+
+@dataclass(frozen=True)
+class AudioManifestSource(ManifestSource):
+    """A manifest whose first file is a sound by its extension."""
+
+    kind: ClassVar[str] = "audio-folder"
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:
@@ -153,7 +162,7 @@ def _splits(names: Sequence[str], manifest: ManifestTable, options: SourceOption
     return [top if top in SPLIT_NAMES else DEFAULT_SPLIT for top in top_folders]
 
 
-def _check_keys(splits: Mapping[str, Sequence[ImageFile]]) -> None:
+def _check_keys(splits: Mapping[str, Sequence[ListedFile]]) -> None:
     """Raise ConfigError if two files of a split have the same key. The files must be sorted by key."""
     for split, files in splits.items():
         for previous, file in pairwise(files):
@@ -225,13 +234,15 @@ class ManifestTable:
                 raise ConfigError(f"column {name!r} is empty in {self.line(index)}; fill it, or remove the line")
         return values
 
-    def schema(self, labels: Sequence[int | None]) -> pa.Schema:
-        """Return the columns of the samples; the column `label` is nullable if `labels` has None."""
-        fields = [pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE)]
+    def schema(self, labels: Sequence[int | None], media: pa.Field) -> pa.Schema:
+        """Return the columns of the samples: `media` has the files; `label` is nullable if `labels` has None."""
+        fields = [pa.field(KEY, pa.string(), nullable=False), media]
+        # Columns that the source or the ingest makes; an extra column of such a name gets the prefix `source_`.
+        reserved = {KEY, LABEL, media.name, *added_columns(media)}
         if self.label is not None:
             fields.append(pa.field(LABEL, pa.int32(), nullable=None in labels))
         for name in self.extras:
-            column = f"source_{name}" if name in _RESERVED_NAMES else name
+            column = f"source_{name}" if name in reserved else name
             fields.append(pa.field(column, self.table.schema.field(name).type))
         names = [field.name for field in fields]
         if len(set(names)) < len(names):

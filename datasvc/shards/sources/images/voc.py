@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SPLIT_NAMES, SourceOptions
-from datasvc.shards.sources.common.source import ImageFile
+from datasvc.shards.sources.common.source import ListedFile
 from datasvc.shards.sources.images.annotated import (
     BOX_COLUMNS,
     AnnotatedFolder,
@@ -58,7 +58,7 @@ class VocSource(AnnotatedSource):
         parsed = [_parse(content) for content in folder.texts(files)]
         names = sorted({name for objects, _, _ in parsed for name, _, _ in objects})
         labels = {name: label for label, name in enumerate(names)}
-        splits: defaultdict[str, list[ImageFile]] = defaultdict(list)
+        splits: defaultdict[str, list[ListedFile]] = defaultdict(list)
         missing = []
         for file, (objects, size, reason) in zip(files, parsed, strict=True):
             stem = posixpath.splitext(posixpath.basename(file))[0]

@@ -15,7 +15,7 @@ from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.sources.common.options import SPLIT_NAMES, SourceOptions, split_of
-from datasvc.shards.sources.common.source import ImageFile
+from datasvc.shards.sources.common.source import ListedFile
 from datasvc.shards.sources.images.annotated import BOX_COLUMNS, AnnotatedFolder, AnnotatedSource, Annotation, require
 
 _NAME_LISTS: Final = ("classes.txt", "obj.names")
@@ -44,7 +44,7 @@ class YoloSource(AnnotatedSource):
             [*labels.values()], url, "text files with the boxes of its images: labels/NAME.txt for images/NAME.jpg"
         )
         texts = dict(zip(labels, folder.texts([*labels.values()]), strict=True))
-        splits: defaultdict[str, list[ImageFile]] = defaultdict(list)
+        splits: defaultdict[str, list[ListedFile]] = defaultdict(list)
         for image in folder.names():
             annotation = _annotate(texts.get(image, b""), len(names))
             split = options.split or split_of(image)

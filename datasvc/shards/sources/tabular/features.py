@@ -1,8 +1,8 @@
 """Read Hugging Face features, for the Parquet, Arrow and Hugging Face sources.
 
-Features describe each column by a JSON object. Its `_type` marks image columns (`Image`) and class indices
-(`ClassLabel`, with the class names). Features are in the metadata of a schema, or in `dataset_info.json`. They are
-optional, so features that do not parse are ignored.
+Features describe each column by a JSON object. Its `_type` marks columns of images (`Image`), sounds (`Audio`) and
+class indices (`ClassLabel`, with the class names). Features are in the metadata of a schema, or in
+`dataset_info.json`. They are optional, so features that do not parse are ignored.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def features_in(info: Any) -> Mapping[str, Any]:
     return features if isinstance(features, dict) else {}
 
 
-def image_columns(features: Mapping[str, Any], schema: pa.Schema) -> list[str]:
-    """Return the columns of `schema` that hold images."""
-    return [name for name in schema.names if _kind(features.get(name)) == "Image"]
+def columns_of_type(kind: str, features: Mapping[str, Any], schema: pa.Schema) -> list[str]:
+    """Return the columns of `schema` that are declared as "Image", or as "Audio"."""
+    return [name for name in schema.names if _kind(features.get(name)) == kind]
 
 
 def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | None, tuple[str, ...]]:

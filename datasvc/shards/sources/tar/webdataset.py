@@ -10,20 +10,22 @@ The last extension of a field gives its column:
 - Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field whose name is only an image
   extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
   a single image field of another name becomes `image`. Other image fields ("seg.png") keep their names.
+- A sound (wav, flac, mp3, ogg, opus, ...) is the column `audio`, by the same rules.
 - "cls" is an integer; the field with exactly this name is the column `label`.
 - "txt", "text" and "json" are text. JSON is not parsed: its structure may differ from sample to sample, while a
   column has one type.
 - All others are bytes.
 
 The field "key.txt" is the key: `datasvc export` writes it for keys that cannot be a path. A field called `key`,
-`image`, `width`, `height` or `label` gets the prefix "source_" if the data set has another column of this name.
+`image`, `width`, `height` or `label` gets the prefix "source_" if the data set has another column of this name; so
+does one with a name of `audio` and what is measured of it.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -32,7 +34,8 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
+from datasvc.shards.audio.audio_file import EXTENSIONS as AUDIO_EXTENSIONS
+from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, LABEL, added_columns, audio_field, image_field
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.columns import to_batches
 from datasvc.shards.sources.common.file_checks import hidden_part
@@ -48,6 +51,8 @@ _FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
 _META: Final = re.compile(r"__[^/]*__(/|$)")
 KEY_FIELD: Final = "key.txt"
 _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)  # without the dot
+_SOUNDS: Final = frozenset(extension[1:] for extension in AUDIO_EXTENSIONS)
+_MEDIA: Final[Mapping[str, Callable[..., pa.Field]]] = {IMAGE: image_field, AUDIO: audio_field}
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
 _DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")  # an int64 has at most 19 digits
 _SOURCE_PREFIX: Final = "source_"
@@ -222,16 +227,6 @@ def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[
     return samples
 
 
-# - Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field whose name is only an image
-# extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
-# a single image field of another name becomes `image`. Other image fields ("seg.png") keep their names. - "cls" is an
-# integer; the field with exactly this name is the column `label`. - "txt", "text" and "json" are text. JSON is not
-# parsed: its structure may differ from sample to sample, while a   column has one type. - All others are bytes.
-#
-# The field "key.txt" is the key. A field called `key`, `image`, `width`, `height` or `label` gets the prefix
-# "source_" if the data set has another column of this name.
-
-
 def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], pa.Schema]:
     """Return the column of each field, and the schema, from the field names of each of the first samples.
 
@@ -239,23 +234,28 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     nullable only if at least one sample in ten lacks it: otherwise a sample without an image is a bad sample.
     """
     counts = Counter(name for names in samples for name in names if name != KEY_FIELD)  # number of samples by field
-    images = _main_images(samples, [name for name in counts if _last(name) in _IMAGES])
+    main = {  # the fields of the columns `image` and `audio`
+        column: _main_fields(samples, [name for name in counts if _last(name) in extensions], extensions)
+        for column, extensions in ((IMAGE, _IMAGES), (AUDIO, _SOUNDS))
+    }
     # A field must not get the name of a column that loaders read as something else.
     taken = {KEY}
-    if images:
-        taken |= {IMAGE, WIDTH, HEIGHT}
+    for column, names in main.items():
+        if names:
+            taken |= {column, *added_columns(_MEDIA[column](column))}
     if _INTEGER in counts:
         taken.add(LABEL)
     columns = {name: f"{_SOURCE_PREFIX}{name}" if name in taken else name for name in counts}
-    columns |= dict.fromkeys(images, IMAGE)
+    for column, names in main.items():
+        columns |= dict.fromkeys(names, column)
     if _INTEGER in counts:
         columns[_INTEGER] = LABEL
     fields = {KEY: pa.field(KEY, pa.string(), nullable=False)}
     for name, column in columns.items():
-        if column == IMAGE:
-            # No sample has two of the fields `images`, so each field counts other samples.
-            num_without_image = len(samples) - sum(counts[image] for image in images)
-            nullable = num_without_image * _NULLABLE_FROM_ONE_IN >= len(samples)
+        if column in main:
+            # No sample has two of these fields, so each field counts other samples.
+            num_without = len(samples) - sum(counts[each] for each in main[column])
+            nullable = num_without * _NULLABLE_FROM_ONE_IN >= len(samples)
         else:
             nullable = counts[name] < len(samples)
         fields[column] = _field(name, column, nullable=nullable)
@@ -278,22 +278,24 @@ def field_value(name: str, content: bytes) -> bytes | str | int:
     return content
 
 
-def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> Sequence[str]:
-    """Return the fields that become the column `image`; they may include fields that no sample has yet."""
-    extension_only = [name for name in images if "." not in name]
+def _main_fields(
+    samples: Sequence[Collection[str]], fields: Sequence[str], extensions: Collection[str]
+) -> Sequence[str]:
+    """Return the fields that become `image`, or `audio`; they may include fields that no sample has yet."""
+    extension_only = [name for name in fields if "." not in name]
     if not extension_only:
-        return images if len(images) == 1 else []
-    # Two of these fields in one sample cannot both be the column `image`.
+        return fields if len(fields) == 1 else []
+    # Two of these fields in one sample cannot both be the column.
     if len(extension_only) > 1 and any(sum(name in extension_only for name in names) > 1 for names in samples):
         return []
-    return sorted(_IMAGES)  # all extensions, because later samples may have another one
+    return sorted(extensions)  # all of them, because later samples may have another one
 
 
 def _field(name: str, column: str, *, nullable: bool) -> pa.Field:
-    """Return the `column` for the field `name`. `nullable` is used for images only: all others are nullable."""
+    """Return the `column` for the field `name`. `nullable` is for images and sounds: all others are nullable."""
     last = _last(name)
-    if last in _IMAGES:
-        return image_field(column, nullable=nullable)
+    if last in _IMAGES | _SOUNDS:
+        return _MEDIA[IMAGE if last in _IMAGES else AUDIO](column, nullable=nullable)
     if last == _INTEGER:
         return pa.field(column, pa.int32() if column == LABEL else pa.int64())
     return pa.field(column, pa.string() if last in _TEXTS else pa.large_binary())

@@ -11,11 +11,14 @@ import datasvc.trainer as hvd
 from datasvc import loaders
 from datasvc.cache import Cache
 from datasvc.loaders import (
+    AudioAugment,
+    AudioLoader,
     AugmentConfig,
     DataRanks,
     DecodeConfig,
     DecodeGroup,
     ImageLoader,
+    MelConfig,
     Mixture,
     OrderConfig,
     PixelFormat,
@@ -58,6 +61,25 @@ SETTINGS = {
         "masked": "skip",
         **{name: name for name in ("pack", "block_tokens", "too_long", "loss_mask")},
     },
+    AudioLoader: {
+        "split": "data",
+        "batch_size": "batch_size",
+        "cache": "cache",
+        "seconds": "clip_seconds",
+        "rate": "sample_rate",
+        "mel": "mels",
+        "augment": "gain_db",
+        "on_bad": "on_bad",
+        "num_threads": "decode_threads",
+        "seed": "seed",
+        "shuffle": "shuffle",
+        "order": "lanes",
+        "prefetch": "prefetch",
+        "ledger": "ledger",
+        "masked": "skip",
+    },
+    MelConfig: {"num_mels": "mels"},
+    AudioAugment: {name: name for name in ("gain_db", "time_masks", "freq_masks")},
     Mixture: {"parts": "data", "epoch_samples": "epoch_samples", "block": "mixture_block", "stages": "stages"},
     Cache: {"folder": "cache", "budget": "cache_budget", "tenant": "tenant", "peers": "peers"},
     OrderConfig: {name: name for name in ("seed", "shuffle", "lanes", "block", "sticky")},
@@ -121,6 +143,24 @@ EXCLUDED = {
         "lengths": "a function: pack by it in Python, and give the digest of the view, --data NAME[DIGEST]",
         "labels": "always the next token; --documents chooses whether it may be of the next document",
     },
+    AudioLoader: {
+        "training": _TASK,
+        "tail": "training drops the last samples of an epoch, so that all batches have one size; evaluation pads",
+        "ranks": _RANKS,
+        "features": "the task classifies mel spectrograms",
+        "channels": "the model takes one",
+        "columns": "the loss is a function of spectrogram and label",
+    },
+    MelConfig: {
+        "window": "25 ms at any --sample-rate",
+        "hop": "10 ms at any --sample-rate",
+        **dict.fromkeys(("low_hz", "high_hz"), "all frequencies of --sample-rate"),
+        "scale": "the model learns from either",
+        "log": "the model takes logarithms",
+    },
+    AudioAugment: dict.fromkeys(
+        ("time_mask", "freq_mask"), "--time-masks and --freq-masks change how much is masked"
+    ),
     DataRanks: {"rank": _RANKS, "world_size": _RANKS},
     DecodeGroup: {
         "patience": "its default delays a job by an eighth at most",
@@ -165,6 +205,7 @@ def test_each_option_of_the_library_is_a_setting_or_is_excluded_for_a_reason(own
 
 # Public classes of the loaders that have no settings, and why.
 WITHOUT_SETTINGS = {
+    "AudioBatch": "what a loader serves",
     "Batch": "what a loader serves",
     "ImageBatch": "what a loader serves",
     "TokenBatch": "what a loader serves",

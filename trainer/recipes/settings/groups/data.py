@@ -1,4 +1,4 @@
-"""The groups of settings of the data: what a run trains on, how tokens are stored in it, and its order."""
+"""The groups of settings of the data: what a run trains on, its tokens or sounds, and its order."""
 
 from __future__ import annotations
 
@@ -162,6 +162,29 @@ class TokenSettings(SettingGroup):
             raise ConfigError(f"pack is {self.pack!r}; give --block-tokens too, the tokens of a pack")
         if self.pack is None and self.too_long != "cut":
             raise ConfigError(f"too_long is {self.too_long!r}, and there are no packs; give --pack best-fit too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioSettings(SettingGroup):
+    """Which clips of sounds a run trains on, as mel spectrograms; see `AudioLoader`.
+
+    Attributes:
+        clip_seconds: length of a clip; shorter sounds are followed by silence.
+        sample_rate: samples per second, to which sounds are resampled; they are mixed to mono.
+        mels: mel bands of a spectrogram, of windows of 25 ms every 10 ms.
+        gain_db: largest random change of the loudness, up or down, in dB.
+        time_masks: random masks over frames (SpecAugment), of at most 20 each.
+        freq_masks: random masks over mel bands, of at most 8 each.
+    """
+
+    title: ClassVar[str] = "sounds"
+
+    clip_seconds: Annotated[float, Metavar("SECONDS"), Range(0)] = 1.0
+    sample_rate: Annotated[int, Metavar("HZ"), Range(1)] = 16_000
+    mels: Annotated[int, Metavar("NUMBER"), Range(1)] = 64
+    gain_db: Annotated[float, Metavar("DB"), Range(0)] = 0.0
+    time_masks: Annotated[int, Metavar("NUMBER"), Range(0)] = 0
+    freq_masks: Annotated[int, Metavar("NUMBER"), Range(0)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

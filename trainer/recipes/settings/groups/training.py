@@ -19,6 +19,9 @@ from datasvc.trainer.servers.leases import Staleness, parse_staleness
 IMAGE_MODEL: Final = "small-cnn"
 """The default model of image data."""
 
+AUDIO_MODEL: Final = "keyword-cnn"
+"""The default model of sounds."""
+
 TEXT_MODEL: Final = "gpt"
 """The default model of token data."""
 
