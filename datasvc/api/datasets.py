@@ -21,6 +21,7 @@ from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.history.rename import name_classes, rename
 from datasvc.shards.history.repair import delete_damaged, repair_dataset
 from datasvc.shards.history.revert import revert
+from datasvc.shards.ingestion.attach import attach
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.query.contact_sheet import Preview, preview_samples, write_contact_sheet
@@ -61,6 +62,7 @@ class Datasets(Collection):
     kind = "datasets"
 
     ingest = Operation(ingest)
+    attach = Operation(attach)
     dry_run = Operation(dry_run_ingest)
     delete = Operation(delete)
     delete_damaged = Operation(delete_damaged)

@@ -22,6 +22,7 @@ from datasvc.ledger.signals import SIGNALS
 from datasvc.models.tensors.chunk_writer import POINTERS, pointed_digest
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.logs.journal import JOURNALS
+from datasvc.repository.objects.in_place import IN_PLACE, recipe_of
 from datasvc.repository.removal import swept_versions
 from datasvc.runs.run_folders import RUNS, choose_old_runs, delete_run, newest_changes
 from datasvc.threads import map_in_threads
@@ -31,7 +32,7 @@ GRACE_S: Final = 7 * 24 * 3600
 # so two days of grace leave the writer at least one day to commit.
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
-_FOLDERS: Final = ("objects", "datasets", "models", POINTERS, JOURNALS, RUNS)
+_FOLDERS: Final = ("objects", IN_PLACE, "datasets", "models", POINTERS, JOURNALS, RUNS)
 _DELETES_AT_ONCE: Final = 8
 _MAX_CLOCK_DIFFERENCE_S: Final = 3600
 
@@ -45,6 +46,7 @@ class Garbage:
         pointers: paths of pointers (see `chunk_writer.write_pointer`), by the digest of the chunk that they point to.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
+        recipes: paths of recipes (see `in_place`), each with the digest of its shard.
         runs: references of runs whose logs are not needed, see `choose_old_runs`.
         young: size in bytes of each young object.
         folders: old folders, each after those below it; those that are empty in the end are removed. A killed writer,
@@ -55,6 +57,7 @@ class Garbage:
     pointers: dict[Digest, str] = field(default_factory=dict)
     temporary_files: list[str] = field(default_factory=list)
     journals: list[str] = field(default_factory=list)
+    recipes: dict[str, Digest] = field(default_factory=dict)
     runs: list[str] = field(default_factory=list)
     young: dict[Digest, int] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
@@ -74,6 +77,7 @@ class GcReport:
         num_kept: number of objects that are kept.
         num_young: number of objects that nothing references, but that are younger than the grace period.
         young_bytes: total size of the young objects in bytes.
+        recipes: paths of recipes of attached shards, see `in_place`.
         clock_warning: if a dry run on a read-only store measured ages by the clock of this machine: why; else None.
     """
 
@@ -87,6 +91,7 @@ class GcReport:
     num_young: int = 0
     young_bytes: int = 0
     clock_warning: str | None = None
+    recipes: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -173,6 +178,7 @@ def gc_at(
         num_kept=num_listed - len(objects),
         num_young=len(garbage.young),
         young_bytes=sum(garbage.young.values()),
+        recipes=tuple(sorted(reported.recipes)),
     )
 
 
@@ -216,6 +222,8 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
             old.objects[Digest(path[2])] = file.size_bytes
         elif path:
             old.young[Digest(path[2])] = file.size_bytes
+        elif is_old and (shard := recipe_of(file.path)):
+            old.recipes[file.path] = Digest(shard)
         elif is_old and (chunk := pointed_digest(file.path)):
             old.pointers[chunk] = file.path
         elif is_old and file.path.rpartition("/")[2].startswith(durable.TEMPORARY_PREFIX):
@@ -227,7 +235,9 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
 
 def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
     """Take the referenced objects, and the pointers of referenced chunks, out of the garbage."""
-    for digest in referenced:
+    found = set(referenced) if garbage.recipes else referenced
+    garbage.recipes = {path: shard for path, shard in garbage.recipes.items() if shard not in found}
+    for digest in found:
         garbage.objects.pop(digest, None)
         garbage.young.pop(digest, None)
         garbage.pointers.pop(digest, None)
@@ -256,6 +266,7 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     deleted_objects = [digest_of_path[path] for path in delete(digest_of_path)]
     swept.objects = {digest: garbage.objects[digest] for digest in deleted_objects}
     swept.temporary_files = delete(garbage.temporary_files)
+    swept.recipes = {path: garbage.recipes[path] for path in delete(garbage.recipes)}
     deleted_pointers = set(delete(garbage.pointers.values()))
     swept.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted_pointers}
     for folder in garbage.folders:  # last: by now, their files are deleted

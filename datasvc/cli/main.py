@@ -23,6 +23,7 @@ from datasvc.printable import escape_unencodable
 _SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
     "Data sets": {
         "ingest": ("datasets.ingest", "ingest"),
+        "attach": ("datasets.ingest", "attach"),
         "ls": ("datasets.listing", "ls"),
         "log": ("datasets.listing", "log"),
         "tag": ("datasets.tags", "tag"),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from datasvc.repository.objects.in_place import Recipe, set_builder
 
 if TYPE_CHECKING:
+    from datasvc.repository import Digest, Objects
     from datasvc.shards.format.reader import Shard
     from datasvc.shards.format.schema import image_schema
     from datasvc.shards.format.shard_stores import OriginShards, ShardRequest, ShardStore
@@ -26,6 +30,15 @@ _LAZY: Final = {
     "SourceOptions": "sources",
     **dict.fromkeys(("DatasetVersion", "Split", "open_dataset"), "versions.dataset"),
 }
+
+
+def _build_attached(objects: Objects, digest: Digest, recipes: Sequence[Recipe], file: BinaryIO | None) -> None:
+    from datasvc.shards.ingestion.attach import build_shard  # here, because most processes build no attached shard
+
+    build_shard(objects, digest, recipes, file)
+
+
+set_builder(_build_attached)
 
 __all__ = [
     "DatasetVersion",

@@ -14,6 +14,7 @@ from datasvc.cache.catalogue.catalogue import Catalogue
 from datasvc.cache.catalogue.files import DISK_FULL, FileLink, Files
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peers import Peers
+from datasvc.cache.sources.built_source import BuiltSource
 from datasvc.cache.sources.origin_source import Kind, ObjectSource, OriginSource, ReceivedParts, RequestPool
 from datasvc.cache.sources.remote_file import RemoteFile, Store
 from datasvc.errors import CorruptDataError
@@ -103,12 +104,15 @@ class Fetcher:
 
     def _sources(self, info: ObjectInfo, repository: Store, peers: Peers | None) -> list[ObjectSource]:
         origin = OriginSource(repository.objects, info.digest, self._requests)
-        if peers is None or isinstance(repository, RemoteFile):
+        if isinstance(repository, RemoteFile):
             return [origin]  # bytes from peers could not be verified: the digest of a remote file is unknown
+        built = BuiltSource(origin, repository.objects)
+        if peers is None:
+            return [built]
         # First come the nodes that rank above this one for the object (see `placement`): the node with the highest
         # rank reads the object from the origin, and the others read it from that node. Nodes that rank below this one
         # receive a request only after the origin has failed.
-        return [*peers.sources(info, repository.url), origin, *peers.fallback_sources(info, repository.url)]
+        return [*peers.sources(info, repository.url), built, *peers.fallback_sources(info, repository.url)]
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:

@@ -1,10 +1,10 @@
-"""`datasvc ingest`: ingest a source as the next version of a data set."""
+"""`datasvc ingest` and `datasvc attach`: make a source the next version of a data set."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -33,6 +33,17 @@ _EVENT_INTERVAL_S = 1.0
 _MAX_SHOWN = 20  # largest number of bad samples, and of duplicates, to print
 _MAX_OVERLAPS_IN_JSON = 1000
 
+LabelColumnOption = Annotated[
+    str | None, typer.Option(help="Column with the labels: whole numbers, booleans, or names of classes.")
+]
+AsTextOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="COLUMN", help="Column of text, whose values stay as written; may be given several times."),
+]
+ClassesOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Class names of integer labels, one per line, label 0 first.")
+]
+
 
 @options_from(
     "shards.sources.common.options.SourceOptions",
@@ -46,18 +57,9 @@ def ingest(
     source: Annotated[str, typer.Argument(help="Folder, file or pattern, local or any fsspec URL.")],
     name: Annotated[str, reference("Name of the data set, or NAME@BRANCH.", None)],
     repo: RepoOption,
-    label_column: Annotated[
-        str | None, typer.Option(help="Column with the labels: whole numbers, booleans, or names of classes.")
-    ] = None,
-    as_text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COLUMN", help="Column of text, whose values stay as written; may be given several times."
-        ),
-    ] = None,
-    classes: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Class names of integer labels, one per line, label 0 first.")
-    ] = None,
+    label_column: LabelColumnOption = None,
+    as_text: AsTextOption = None,
+    classes: ClassesOption = None,
     shard_size: Annotated[str, typer.Option(help="Sample bytes per shard.")] = "64MiB",
     workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one per core.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Print what would be created, and create nothing.")] = False,
@@ -92,12 +94,74 @@ def ingest(
         repository = Repository.open(repo) if options["append"] else None
         _print_dry_run(dry_run_ingest(repository, opened, name, **options), as_json=as_json)
         return
-    if opened.ignored and not as_json:
+    names = None if classes is None else read_lines(classes, "class names")
+    _run(run_ingest, repo, opened, name, as_json=as_json, classes=names, **options)
+
+
+@options_from(
+    "shards.sources.common.options.SourceOptions",
+    "shards.ingestion.attach.attach",
+    in_order="source name repo format split key key_prefix label_column as_text classes shard_size val_fraction "
+    "on_bad duplicates append on_common on_split_overlap workers message as_json",
+    append=typer.Option(),  # with --no-
+)
+def attach(
+    source: Annotated[
+        str,
+        typer.Argument(help="WebDataset tars or Parquet files: folder, file or pattern, local or any fsspec URL."),
+    ],
+    name: Annotated[str, reference("Name of the data set, or NAME@BRANCH.", None)],
+    repo: RepoOption,
+    label_column: LabelColumnOption = None,
+    as_text: AsTextOption = None,
+    classes: ClassesOption = None,
+    shard_size: Annotated[str, typer.Option(help="Bytes of a file that are one shard.")] = "64MiB",
+    workers: Annotated[int | None, typer.Option(help="Processes that read files; default: one per core.")] = None,
+    as_json: JsonOption = False,
+    **options: Any,
+) -> None:
+    """Make the tars or Parquet files of SOURCE the next version of data set NAME, and leave their bytes in place.
+
+    Example: datasvc attach "s3://bucket/wds/train-{000..146}.tar" pets --repo ./repo
+
+    Each file is read once, and its keys and digests are stored. Shards are built from the files when they are needed,
+    once per node with a cache. After an interruption, the same command continues. Exit status 6 means: committed
+    without the bad samples. --json prints one event per line.
+    """
+    from datasvc.repository.logs.references import parse_line
+    from datasvc.shards.ingestion.attach import attach as run_attach
+    from datasvc.shards.sources import SourceOptions
+    from datasvc.shards.sources.choose import open_source
+
+    parse_line(name)
+    options |= {"shard_bytes": parse_size(shard_size), "workers": workers}
+    options["source_options"] = source_options = SourceOptions(
+        label=label_column,
+        as_text=tuple(as_text or ()),
+        **{field.name: options.pop(field.name) for field in fields(SourceOptions) if field.name in options},
+    )
+    opened = open_source(source, source_options)
+    names = None if classes is None else read_lines(classes, "class names")
+    _run(run_attach, repo, opened, name, as_json=as_json, classes=names, **options)
+
+
+def _run(
+    ingest_or_attach: Callable[..., IngestReport],
+    repo: str,
+    source: Source,
+    name: str,
+    *,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Ingest or attach an opened source, and print what was committed."""
+    from datasvc.repository import Repository
+
+    if source.ignored and not as_json:
         # Before the ingest, so that it can be stopped: photos may be among them, such as .heic.
-        print_line(f"ignored files: {format_ignored(opened.ignored)}", err=True)
-    with resumable(), _show_progress(name, opened, as_json=as_json) as progress:
-        names = None if classes is None else read_lines(classes, "class names")
-        report = run_ingest(Repository.create(repo), opened, name, classes=names, progress=progress, **options)
+        print_line(f"ignored files: {format_ignored(source.ignored)}", err=True)
+    with resumable(), _show_progress(name, source, as_json=as_json) as progress:
+        report = ingest_or_attach(Repository.create(repo), source, name, progress=progress, **options)
     if as_json:
         print_json_line({"event": "committed", **_facts(report)})
     else:

@@ -174,7 +174,7 @@ def gc(
     if report.clock_warning is not None:
         print_line(report.clock_warning)
     if report.dry_run and any(
-        (report.objects, report.pointers, report.temporary_files, report.journals, report.runs)
+        (report.objects, report.pointers, report.temporary_files, report.journals, report.runs, report.recipes)
     ):
         print_line("nothing was removed; add --yes to remove, or --json to list everything")
 

@@ -139,6 +139,12 @@ def _print_report(report: PurgeReport) -> None:
     for origin in report.origins:
         print_line(f"  copied from {origin}: the samples are still there")
     for copy, number in report.destinations[:_MAX_LISTED]:
+        if copy.is_in_place:
+            print_line(
+                f"  {copy.version} was attached to files in place at {copy.destination}, with "
+                f"{'an unknown number' if number is None else number} of the samples: delete them there too"
+            )
+            continue
         how, advice = ("exported", "delete it") if copy.is_export else ("copied", "purge there too")
         print_line(
             f"  {copy.version} was {how} to {copy.destination} on {copy.created[:10]} by {copy.by}, with "

@@ -90,6 +90,8 @@ def show(
         head |= {"message": facts["message"] or "-", "source": facts["source"]["url"], "skipped": facts["skipped"]}
     except (KeyError, TypeError) as error:
         raise CorruptDataError(f"the entry of {facts['version']} is not valid: {error!r}") from error
+    if facts["source"].get("options", {}).get("in_place"):
+        head["in place"] = "the shards are built from the files of the source, which the repository has no copy of"
     if facts.get("ignored"):
         from datasvc.cli.datasets.ingest import format_ignored  # here, because most versions do not need it
 

@@ -1,4 +1,4 @@
-"""Log of the copies of data sets that left a repository: exports, and transfers to other repositories.
+"""Log of the copies of data sets outside a repository: exports, transfers to other repositories, attached files.
 
 A purge cannot change these copies, so it lists them. An entry is appended after its copies are complete.
 """
@@ -22,6 +22,7 @@ from datasvc.repository.store.storage import Storage
 COPIES: Final = "copies"
 EXPORT: Final = "export"
 TRANSFER: Final = "transfer"
+ATTACHED: Final = "in place"
 # Equal copies that are made again and again, such as by a timer, get one entry.
 _COMPARED: Final = 16
 
@@ -32,7 +33,7 @@ class RecordedCopy:
 
     Attributes:
         version: the version, such as "pets@3"; if views of its splits were copied, with what they select.
-        kind: "export", or "transfer" to another repository (`push` or `pull`).
+        kind: "export", "transfer" to another repository (`push` or `pull`), or "in place" for the files of an attach.
         destination: URL or local folder, without credentials.
         samples: number of its samples. A transfer copies whole shards, with the samples that a version has deleted.
         tables: digest of the shard table of each copied split, by its name.
@@ -55,6 +56,11 @@ class RecordedCopy:
     def is_export(self) -> bool:
         """Whether it is files of another format, and not a version of another repository."""
         return self.kind == EXPORT
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is the files of a source that a version was attached to."""
+        return self.kind == ATTACHED
 
     @property
     def place(self) -> tuple[str, str]:

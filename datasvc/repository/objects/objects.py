@@ -3,6 +3,9 @@
 Equal bytes are stored once. An object is complete before its name exists, so a reader finds a whole object or none.
 A read of a whole object is verified against the digest: changed bytes raise CorruptDataError, and are not returned.
 A read of a range cannot be verified by this digest: the caller must check the bytes.
+
+An object that was attached is not stored: `size`, `read`, `fetch` and `build` find its recipe (`in_place`), and build
+it from a file of its source. Ranges of it cannot be read.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from blake3 import blake3
 from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.repository.objects.in_place import build_object, read_recipes
 from datasvc.repository.objects.intact import is_damage, is_known_intact, mark_intact, report_damage
 from datasvc.repository.store.file_age import refresh_local
 from datasvc.repository.store.obstore_loop import CancellationToken
@@ -149,8 +153,14 @@ class Objects:
         return self.storage.local_path(self.path(digest))
 
     def size(self, digest: Digest) -> int | None:
-        """Return the stored size of an object in bytes, or None if it does not exist. Raises UnavailableError."""
-        return self.storage.size(self.path(digest))
+        """Return the size of an object in bytes, or None if it does not exist. Raises UnavailableError."""
+        size_bytes = self.storage.size(self.path(digest))
+        recipes = read_recipes(self.storage, digest) if size_bytes is None else ()
+        return int(recipes[0]["size_bytes"]) if recipes else size_bytes
+
+    def build(self, digest: Digest, file: BinaryIO | None) -> bool:
+        """Write an attached object to `file`, or check its file; False: it has no recipe. See `build_object`."""
+        return build_object(self, digest, file)
 
     def reuse(self, info: ObjectInfo) -> bool:
         """Reset the age of an intact copy of the object, and return True; False: the caller must write the object.
@@ -273,6 +283,7 @@ class Objects:
         Raises:
             NotFoundError: the object does not exist.
             CorruptDataError: its bytes do not match the digest, or it is too large.
+            SourceChangedError: it was attached, and its file has changed.
             UnavailableError: the store does not respond.
         """
         try:
@@ -282,6 +293,9 @@ class Objects:
                 raise
             return self._read_whole(digest, max_bytes)  # the transfer may have changed a bit: read once more
         except NotFoundError as error:
+            sink = io.BytesIO()
+            if self.build(digest, sink):
+                return sink.getvalue()
             raise NotFoundError(f"object {self.location(digest)} is missing; restore it from another copy") from error
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
@@ -353,7 +367,8 @@ class Objects:
 
         Raises:
             NotFoundError: the object does not exist.
-            CorruptDataError: the bytes are truncated or changed; the caller must discard the content of `file`.
+            CorruptDataError, SourceChangedError: the bytes are truncated or changed; the caller must discard the
+                content of `file`.
             UnavailableError: the store does not respond.
             OSError: `file` cannot be written.
         """
@@ -366,6 +381,11 @@ class Objects:
         except UnavailableError:
             self._check_reaches(digest, size_bytes)  # as in `read_range`
             raise
+        except NotFoundError:
+            if not self.build(digest, file):
+                raise
+            progress.advance(size_bytes)
+            return
         self._check_digest(digest, Digest(hasher.hexdigest()))
 
     def _read_whole(self, digest: Digest, max_bytes: int | None) -> bytes:

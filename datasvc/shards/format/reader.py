@@ -6,16 +6,18 @@ Views are slices of Arrow's own buffers, because a slice takes about a thirtieth
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of_file
@@ -197,6 +199,7 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
     Raises:
         NotFoundError: the repository does not have the shard.
         CorruptDataError: its bytes do not match its digest.
+        SourceChangedError: it was attached, and its file has changed.
         UnavailableError: the store did not respond.
     """
     path = objects.local_path(info.digest)
@@ -205,6 +208,11 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
     try:
         actual = digest_of_file(path)
     except FileNotFoundError as error:
+        # The mapping keeps the bytes of an attached shard when the temporary file is gone.
+        with tempfile.NamedTemporaryFile(prefix=durable.TEMPORARY_PREFIX) as built:
+            if objects.build(info.digest, cast("BinaryIO", built)):
+                built.flush()
+                return Shard.map(built.name)
         raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
     except OSError as error:
         raise UnavailableError(f"shard {path} cannot be read: {error}; check the disk") from error

@@ -85,7 +85,9 @@ class OriginShards:
         if path is not None and info.digest in self._verified:
             return Shard.map(path)
         shard = open_shard(self._objects, info)
-        self._verified.add(info.digest)
+        # An attached shard has no file: it is built, and verified, each time.
+        if path is None or path.exists():
+            self._verified.add(info.digest)
         return shard
 
     def release_shard(self, info: ObjectInfo) -> None:

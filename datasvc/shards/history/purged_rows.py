@@ -21,6 +21,7 @@ from datasvc.keyed_random import Integers
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.redactions import REDACT, Redaction, Redactions, redaction_log
+from datasvc.repository.objects.in_place import delete_recipes
 from datasvc.repository.objects.intact import QUARANTINE
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import describe_damage
@@ -306,3 +307,5 @@ def delete_objects(repository: Repository, digests: Collection[Digest]) -> None:
             storage.delete_if_older(path, math.inf)
 
     map_in_threads(delete, paths, _READS_AT_ONCE)
+    for digest in digests:
+        delete_recipes(storage, digest)

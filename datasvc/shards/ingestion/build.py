@@ -11,15 +11,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, BinaryIO, Final, Self, TypeAlias
 
 import pyarrow as pa
+from blake3 import blake3
 
-from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
+from datasvc.repository.objects.in_place import store_recipe
+from datasvc.repository.objects.objects import ObjectWriter
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.format.writer import ShardStatistics, ShardWriter
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit
+from datasvc.shards.ingestion.recipes import make_recipe
 from datasvc.shards.sources.common.source import BadSample, Source
 
 _MAX_PENDING: Final = 2  # maximum number of complete shards of a unit that are not stored yet
@@ -98,8 +102,8 @@ class BuiltShard:
         return cls(content["split"], content["ordinal"], TableRow(shard, statistics, Digest(content["index"])))
 
 
-EarlierShards: TypeAlias = Mapping[tuple[str, int], BuiltShard]
-"""Shards of one unit that an interrupted run stored, by split and ordinal."""
+EarlierShards: TypeAlias = Mapping[tuple[str, int], "BuiltShard | None"]
+"""Shards of one unit that are not built, by split and ordinal: an interrupted run stored them; None: not needed."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,45 @@ class UnitResult:
         return cls(content["unit"], shards, [BadSample(*sample) for sample in content["bad"]])
 
 
+class HashedObjects(Objects):
+    """Objects of which new shards are hashed and not stored.
+
+    Args:
+        storage: file tree of the repository, for the objects that `put` stores.
+        sink: receives the bytes of new shards; None: they are dropped.
+    """
+
+    def __init__(self, storage: Storage, sink: BinaryIO | None = None) -> None:
+        super().__init__(storage)
+        self._sink = sink
+
+    def begin(self) -> ObjectWriter:
+        """Open a new shard."""
+        return _HashingWriter(self._sink)
+
+    def finish(self, writer: ObjectWriter) -> ObjectInfo:
+        """Return digest and size of the shard."""
+        return writer.info
+
+    def abandon(self, writer: ObjectWriter) -> None:
+        """Do nothing: there is no file."""
+
+
+class _HashingWriter(ObjectWriter):
+    """Hashes what is written, and passes it to a sink; see `HashedObjects`."""
+
+    def __init__(self, sink: BinaryIO | None) -> None:
+        self._sink, self._hash, self._size_bytes = sink, blake3(), 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        view = memoryview(content).cast("B")
+        self._hash.update(view)
+        if self._sink is not None:
+            self._sink.write(view)
+        self._size_bytes += view.nbytes
+        return view.nbytes
+
+
 class ShardOutput:
     """A shard that is being built.
 
@@ -140,9 +183,9 @@ class ShardOutput:
         image_kinds: number of images by format; the builder counts them, because `writer` does not read images.
     """
 
-    def __init__(self, repository: Repository, schema: pa.Schema) -> None:
-        self._objects = repository.objects
-        self._object = repository.objects.begin()
+    def __init__(self, objects: Objects, schema: pa.Schema) -> None:
+        self._objects = objects
+        self._object = objects.begin()
         self.writer = ShardWriter(self._object, schema)
         self.keys: Sequence[str] | pa.Array = []
         self.samples: Sequence[bytes] | pa.Array = []
@@ -159,6 +202,11 @@ class ShardOutput:
         stored = self._objects.put(index.encode())
         return TableRow(self._objects.finish(self._object), statistics, stored.digest)
 
+    @property
+    def digest(self) -> Digest:
+        """Digest of the bytes written so far."""
+        return self._object.info.digest
+
     def abandon(self) -> None:
         """Remove the bytes written so far."""
         self._objects.abandon(self._object)
@@ -168,12 +216,17 @@ class ShardFinisher:
     """Opens the shards of a unit, stores each full shard in the background, and records it in the journal.
 
     Shards that are not stored when the `with` block ends are removed.
+
+    Attributes:
+        needs_index: whether `ShardOutput.store` is called, which needs keys and digests.
     """
 
+    needs_index = True
+
     def __init__(self, work: IngestWork, unit: IngestUnit, repository: Repository) -> None:
-        self._schema = work.schema
-        self._unit = unit.number
-        self._repository = repository
+        self._work = work
+        self._unit = unit
+        self._objects = HashedObjects(repository.storage) if work.options.in_place else repository.objects
         self._journal = repository.journal(work.name, work.fingerprint, work.attempt)
         # Only streamed units have parts. A listed unit has one shard, so the record of the unit is enough.
         self._records_shards = bool(unit.parts)
@@ -184,7 +237,7 @@ class ShardFinisher:
 
     def open(self) -> ShardOutput:
         """Return a new, empty shard, which is removed at the end unless `add` stores it. Raise UnavailableError."""
-        output = ShardOutput(self._repository, self._schema)
+        output = ShardOutput(self._objects, self._work.schema)
         self._unfinished.append(output)
         return output
 
@@ -196,16 +249,19 @@ class ShardFinisher:
             self._stored.append(self._pending.pop(0).result())
         self._pending.append(self._pool.submit(self._store, split, ordinal, output, statistics))
 
-    def keep(self, shard: BuiltShard) -> None:
+    def keep(self, shard: BuiltShard | None) -> None:
         """Add a shard that an interrupted run stored; it is not stored again."""
+        assert shard is not None
         self._stored.append(shard)
 
     def finish(self, bad: Sequence[BadSample]) -> UnitResult:
         """Wait until every shard is stored, record the unit and return its result."""
         self._stored += [future.result() for future in self._pending]
-        result = UnitResult(self._unit, sorted(self._stored, key=lambda shard: (shard.split, shard.ordinal)), bad)
+        result = UnitResult(
+            self._unit.number, sorted(self._stored, key=lambda shard: (shard.split, shard.ordinal)), bad
+        )
         # Record the unit only after all shards are stored, because a recorded unit is never built again.
-        self._journal.write(f"{self._unit:08d}", result.to_dict())
+        self._journal.write(f"{self._unit.number:08d}", result.to_dict())
         return result
 
     def __enter__(self) -> Self:
@@ -219,7 +275,10 @@ class ShardFinisher:
     def _store(self, split: str, ordinal: int, output: ShardOutput, statistics: ShardStatistics) -> BuiltShard:
         built = BuiltShard(split, ordinal, output.store(statistics))
         self._unfinished.remove(output)
+        if self._work.options.in_place:
+            recipe = make_recipe(self._work, self._unit, split, built.row.shard.size_bytes)
+            store_recipe(self._objects.storage, built.row.shard.digest, recipe)
         if self._records_shards:
             # Record the shard only after it is stored, because the next run does not build a recorded shard again.
-            self._journal.write(f"{self._unit:08d}-{split}-{ordinal:06d}", built.to_dict())
+            self._journal.write(f"{self._unit.number:08d}-{split}-{ordinal:06d}", built.to_dict())
         return built

@@ -24,7 +24,7 @@ from datasvc.progress import Progress
 from datasvc.repository import Repository
 from datasvc.shards.format.digests import DIGEST_BYTES, BlobViews, blob_views, digest_batch, value_offsets
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, added_columns, is_gathered, is_media
-from datasvc.shards.ingestion.build import EarlierShards, IngestWork, ShardFinisher, UnitResult
+from datasvc.shards.ingestion.build import EarlierShards, IngestWork, ShardFinisher, ShardOutput, UnitResult
 from datasvc.shards.ingestion.media_check import CheckedMedia, check_media
 from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, IngestUnit, is_held_out, permute_in_shard
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
@@ -194,24 +194,36 @@ def build_streamed(
     """
     bad: list[BadSample] = []
     with ShardFinisher(work, unit, repository) as finisher:
-        # A unit has one split, and fills a second one if samples are held out.
-        builders: dict[str, _ShardBuilder] = {}
-        for batch, rows in _take_turns(work, unit, bad, progress):
-            for split, split_batch, split_rows in _hold_out(batch, rows, unit.split, work.options.val_fraction):
-                if split not in builders:
-                    builders[split] = _ShardBuilder(work, unit.number, split, finisher, earlier)
-                builders[split].add(split_batch, split_rows)
-        for builder in builders.values():
-            builder.close()
+        fill_shards(work, unit, finisher, progress, earlier, bad)
         result = finisher.finish(bad)
     progress.advance(0, num_shards=len(result.shards))
     return result
 
 
+def fill_shards(
+    work: IngestWork,
+    unit: IngestUnit,
+    finisher: ShardFinisher,
+    progress: Progress,
+    earlier: EarlierShards,
+    bad: list[BadSample],
+) -> None:
+    """Read the samples of `unit`, and add its shards to `finisher` and its bad samples to `bad`."""
+    # A unit has one split, and fills a second one if samples are held out.
+    builders: dict[str, _ShardBuilder] = {}
+    for batch, rows in _take_turns(work, unit, bad, progress):
+        for split, split_batch, split_rows in _hold_out(batch, rows, unit.split, work.options.val_fraction):
+            if split not in builders:
+                builders[split] = _ShardBuilder(work, unit.number, split, finisher, earlier)
+            builders[split].add(split_batch, split_rows)
+    for builder in builders.values():
+        builder.close()
+
+
 def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress) -> Iterator[BatchRows]:
     """Take samples from the unit's parts in turn; yield the `BatchRows` of each turn."""
     # A limit selects the first samples of the source, so its parts are read one after the other.
-    in_order = work.options.keep_order or work.options.limit is not None
+    in_order = work.options.keep_order or work.options.in_place or work.options.limit is not None
     turn_bytes = None if in_order else work.options.shard_bytes // _TURNS_PER_SHARD
     limit = _SampleLimit(work.options.limit)
     unopened_parts = (_read_part(work, part, turn_bytes, limit, bad, progress) for part in unit.parts)
@@ -322,13 +334,13 @@ class _ShardBuilder:
         """Add samples, and write every shard that they fill."""
         while len(rows):
             stops = np.cumsum(batch.sizes_bytes[rows])
-            free_bytes = self.work.options.shard_bytes - self._size_bytes
+            free_bytes = self.work.options.full_bytes - self._size_bytes
             # The sample that reaches the limit is included, so a shard is never empty.
             count = min(len(rows), int(np.searchsorted(stops, free_bytes)) + 1)
             self._collected.append((batch, rows[:count]))
             self._size_bytes += int(stops[count - 1])
             rows = rows[count:]
-            if self._size_bytes >= self.work.options.shard_bytes:
+            if self._size_bytes >= self.work.options.full_bytes:
                 self._flush()
 
     def close(self) -> None:
@@ -344,19 +356,28 @@ class _ShardBuilder:
             return
         count = sum(len(rows) for _, rows in collected)
         options = self.work.options
-        order = np.arange(count) if options.keep_order else permute_in_shard(count, options.seed, self.unit, ordinal)
+        order = (
+            np.arange(count)
+            if options.keep_order or options.in_place
+            else permute_in_shard(count, options.seed, self.unit, ordinal)
+        )
         output = self.finisher.open()
         ordered = _OrderedSamples(collected, order)
         output.writer.append_columns(*ordered.columns(self.work.schema))
+        if self.finisher.needs_index:
+            self._set_index(output, ordered, collected)
+        output.image_kinds.update(kind for kind in ordered.pick([batch.kinds for batch, _ in collected]) if kind)
+        self.finisher.add(self.split, ordinal, output)
+        # Otherwise the allocator would keep this shard's memory while the next shard takes memory of its own.
+        del ordered, collected
+        pa.default_memory_pool().release_unused()
+
+    @staticmethod
+    def _set_index(output: ShardOutput, ordered: _OrderedSamples, collected: list[BatchRows]) -> None:
         output.keys = ordered.pick_array([batch.keys for batch, _ in collected])
         digests = [batch.digests for batch, _ in collected]
         output.samples = ordered.pick_array([sample_digests for sample_digests, _ in digests])
         output.payloads = ordered.pick_array([payload_digests for _, payload_digests in digests])
-        output.image_kinds.update(kind for kind in ordered.pick([batch.kinds for batch, _ in collected]) if kind)
-        self.finisher.add(self.split, ordinal, output)
-        # Otherwise the allocator would keep this shard's memory while the next shard takes memory of its own.
-        del ordered, collected, digests
-        pa.default_memory_pool().release_unused()
 
 
 class _OrderedSamples:

@@ -28,6 +28,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.urls import split_existing
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
+from datasvc.shards.images.header import Reencoding
 from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
 from datasvc.shards.ingestion.duplicates import (
     DuplicateSample,
@@ -41,11 +42,13 @@ from datasvc.shards.ingestion.executors import EngineName, lean_arrow, run_units
 from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit, changed_options, choose_build_options
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units, relabel_unit
+from datasvc.shards.ingestion.recipes import check_attachable
 from datasvc.shards.sources.choose import check_options, open_source
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, printable
+from datasvc.shards.sources.common.source import BadSample, FileSource, ListedSource, Source, printable
 from datasvc.shards.sources.python_samples import PythonSource
+from datasvc.shards.sources.tar.webdataset import WebDatasetSource
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.describe import CLASS_SPREAD
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
@@ -125,7 +128,6 @@ class IngestReport:
 
 
 @show_ingest_options
-@lean_arrow()
 def ingest(repository: Repository, source: AnySource, name: str, **options: Unpack[IngestOptions]) -> IngestReport:
     """Ingest a source as the next version of data set `name`. Existing versions stay unchanged.
 
@@ -146,12 +148,26 @@ def ingest(repository: Repository, source: AnySource, name: str, **options: Unpa
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`,
             `split_overlap.settle_overlaps`.
     """
-    line, settings = parse_line(name), IngestSettings(**options)
+    return run_ingest(repository, source, name, IngestSettings(**options))
+
+
+@lean_arrow()
+def run_ingest(
+    repository: Repository, source: AnySource, name: str, settings: IngestSettings, *, in_place: bool = False
+) -> IngestReport:
+    """Ingest a source, or attach it with `in_place`; see `ingest` and `attach`."""
+    line = parse_line(name)
     opened = open_any_source(source, settings.source_options)
     # Also without `append`: before anything is read, a branch that does not exist is an error.
     found = find_newest(repository, line) if settings.append or line.branch is not None else None
     newest = found if settings.append else None
     recorded_fraction, build_options = choose_build_options(repository, newest, opened, settings)
+    if in_place:
+        check_attachable(opened)
+        build_options = dataclasses.replace(build_options, in_place=True, reencoding=Reencoding())
+        if isinstance(opened, FileSource):
+            # Recipes are read on other nodes and in other folders.
+            opened = dataclasses.replace(opened, url=_absolute(opened.url))
     if settings.classes is not None and opened.classes:
         raise ConfigError(
             f"{redact_url(opened.url)} has class names of its own, so that --classes cannot rename them; leave out "
@@ -306,10 +322,16 @@ def _make_plan(
     # A run continues an earlier run only if these values, the options and the fingerprint are equal. Then both have
     # the same `attempt`.
     identity = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
-    plan_id = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
+    values = dataclasses.asdict(options)
+    if not options.in_place:
+        del values["in_place"]  # the plan of an ingest keeps the name that it has without this option
+    plan_id = digest_of(json.dumps([identity, values], sort_keys=True).encode())
     fingerprint = source.fingerprint()
     journal = repository.journal(plan_id, fingerprint)
     attempt, has_changed = journal.begin()
+    # After the fingerprint, which is that of a new listing.
+    if options.in_place and isinstance(source, WebDatasetSource):
+        source = source.cut(options.shard_bytes)
     units = plan_units(source, options)
     units = [relabel_unit(unit, labels) for unit in units] if labels else units
     # The work is sent to every worker without the listing, because the units contain it.
@@ -389,7 +411,7 @@ def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
     return (
         index_bytes is not None
         and objects.refresh(ObjectInfo(sample_index, index_bytes))
-        and objects.refresh(shard.row.shard)
+        and (objects.refresh(shard.row.shard) or objects.size(shard.row.shard.digest) == shard.row.shard.size_bytes)
     )
 
 

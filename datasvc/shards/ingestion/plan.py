@@ -50,10 +50,18 @@ class BuildOptions:
     seed: int = 0
     val_fraction: float = 0.0
     limit: int | None = None
+    in_place: bool = False
+
+    @property
+    def full_bytes(self) -> int:
+        """Size of a full shard; of an attached source without a limit, because a unit is one shard of each split."""
+        return 1 << 62 if self.in_place else self.shard_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings by name, those of `reencoding` among them, for the log entry."""
         options = dataclasses.asdict(self)
+        if not self.in_place:
+            del options["in_place"]
         return {**options, **options.pop("reencoding")}
 
     def __post_init__(self) -> None:
@@ -112,6 +120,12 @@ def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
     for split in dict.fromkeys(part.split for part in source.parts):
         parts = [part for part in source.parts if part.split == split]
         unit_bytes = shard_bytes * _SHARDS_PER_UNIT
+        if options.in_place:
+            planned += [
+                IngestUnit(len(planned) + number, split, parts=tuple(group))
+                for number, group in enumerate(group_by_file(parts, shard_bytes))
+            ]
+            continue
         for group in group_parts(parts, unit_bytes, seed, keep_order=keep_order, together=together):
             planned.append(IngestUnit(len(planned), split, parts=tuple(group)))
     return planned
@@ -153,6 +167,19 @@ def group_parts(
             size_bytes = 0
         groups[-1].append(parts[number])
         size_bytes += parts[number].size_bytes
+    return groups
+
+
+def group_by_file(parts: Sequence[SourcePart], unit_bytes: int) -> list[list[SourcePart]]:
+    """Return the parts in their order, divided into groups of one file each, of about `unit_bytes` or one part."""
+    groups: list[list[SourcePart]] = []
+    path, size_bytes = None, 0
+    for part in parts:
+        if part.where["path"] != path or size_bytes + part.size_bytes > unit_bytes:
+            groups.append([])
+            path, size_bytes = part.where["path"], 0
+        groups[-1].append(part)
+        size_bytes += part.size_bytes
     return groups
 
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, SourceChangedError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.progress import NO_PROGRESS, Progress
@@ -304,7 +304,12 @@ class _SplitCheck:
                     check_shard_schema(reader.schema, self._objects.location(shard.digest))
                     for batch in range(reader.num_batches):
                         reader.check(batch)
-        except (NotFoundError, CorruptDataError):
+        except (NotFoundError, CorruptDataError) as error:
+            try:
+                if isinstance(error, NotFoundError) and self._objects.build(shard.digest, None):
+                    return None  # attached, and its file is there; only a deep check reads it
+            except (NotFoundError, SourceChangedError) as changed:
+                return self._shard_problem(_kind_of(changed), number, str(changed), index)
             # Read the whole shard, to find whether its bytes changed and which samples are affected.
             return self._check_content(number, shard, index)
         return None
@@ -317,8 +322,10 @@ class _SplitCheck:
             return problem
         try:
             content = read_unverified(self._objects, shard)
-        except NotFoundError as error:  # deleted after `_check_size` found it
+        except NotFoundError as error:  # deleted after `_check_size` found it, or its file in place is
             return self._shard_problem("missing", number, str(error), index)
+        except SourceChangedError as error:
+            return self._shard_problem("changed", number, str(error), index)
         if problem is None and digest_of(memoryview(content)) == shard.digest:
             return self._compare(number, content, index)
         kind = problem.kind if problem else "changed"
@@ -366,7 +373,7 @@ class _SplitCheck:
 def read_unverified(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
     """Return the bytes stored under a shard's digest, which may be corrupt; they are mapped if the file is local."""
     path = objects.local_path(shard.digest)
-    if path is not None:
+    if path is not None and path.exists():
         with map_exceptions("read", str(path)), pa.memory_map(str(path)) as mapped:
             return mapped.read_buffer()
     sink = io.BytesIO()

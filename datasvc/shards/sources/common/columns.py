@@ -13,6 +13,7 @@ Sources make the map when they list, and convert batches with it when they read.
 
 from __future__ import annotations
 
+import base64
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -60,6 +61,16 @@ def looks_like_image(blob: bytes | None) -> bool:
     is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # the zeros exclude a text that starts with "BM"
     is_heif = blob[4:8] == b"ftyp" and blob[8:12] in _BRANDS
     return blob.startswith(_MAGIC) or is_webp or is_bitmap or is_heif
+
+
+def schema_to_text(schema: pa.Schema) -> str:
+    """Return a schema as text for JSON; `schema_of_text` returns it."""
+    return base64.b64encode(schema.serialize()).decode()
+
+
+def schema_of_text(text: str) -> pa.Schema:
+    """Return the schema that `schema_to_text` wrote. Raise ValueError or ArrowException for other text."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 class ColumnMap:
@@ -131,6 +142,26 @@ class ColumnMap:
         changed._fields[name] = label.with_nullable(label.nullable or not is_integer)
         changed.schema = changed._sample_schema()  # noqa: SLF001
         return changed
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the map as JSON values, from which `of_json` makes an equal one."""
+        return {
+            "key": self.key,
+            "label": self.label,
+            "classes": None if self._classes is None else self._classes.to_pylist(),
+            "raw": list(self._fields),
+            "fields": schema_to_text(pa.schema(list(self._fields.values()))),
+        }
+
+    @classmethod
+    def of_json(cls, described: Mapping[str, Any]) -> ColumnMap:
+        """Return the map that `to_json` described. Raise KeyError, TypeError, ValueError, ArrowException."""
+        made = cls(pa.schema([]))
+        made.key, made.label = described["key"], described["label"]
+        made._classes = None if described["classes"] is None else pa.array(described["classes"], pa.string())
+        made._fields = dict(zip(described["raw"], schema_of_text(described["fields"]), strict=True))
+        made.schema = made._sample_schema()
+        return made
 
     def field(self, name: str) -> pa.Field | None:
         """Return the sample field of the raw column `name`; None if there is none, or if it holds the keys."""

@@ -192,6 +192,20 @@ def _list_one(url: str) -> Listing:
     return Listing(sorted(files, key=lambda file: file.name), found_parts, is_whole="*" in root[len(base) :])
 
 
+def stat_file(file_system: AbstractFileSystem, path: str, location: str) -> tuple[int, str]:
+    """Return the present size and stamp of a file; `location` names it in messages.
+
+    Raises NotFoundError or UnavailableError.
+    """
+    with map_exceptions("read", location):
+        if isinstance(file_system, LocalFileSystem):
+            status = os.stat(path)
+            return status.st_size, str(status.st_mtime_ns)
+        file_system.invalidate_cache()  # a driver would answer from its last listing
+        info = file_system.info(path)
+        return int(info["size"]), _stamp_of(info)
+
+
 def find_files(
     file_system: AbstractFileSystem, root: str, *, underscores: bool = False, with_hidden: bool = False
 ) -> tuple[list[SourceFile], set[str]]:

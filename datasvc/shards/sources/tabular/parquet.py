@@ -19,7 +19,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.sources.common.column_types import checked_names, join_schemas
-from datasvc.shards.sources.common.columns import ColumnMap
+from datasvc.shards.sources.common.columns import ColumnMap, schema_of_text, schema_to_text
 from datasvc.shards.sources.common.file_checks import HEAD_BYTES, check_head, check_no_table_log
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile
@@ -311,6 +311,19 @@ class Partitions:
         self.schema = pa.schema(
             [(LABEL, pa.int32()) if column == self._label_column else (column, pa.string()) for column in columns]
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the columns as JSON values, from which `of_json` makes equal ones."""
+        label, schema = self._label_column, schema_to_text(self.schema)
+        return {"schema": schema, "label": label, "classes": list(self.classes)}
+
+    @classmethod
+    def of_json(cls, described: Mapping[str, Any]) -> Partitions:
+        """Return the columns that `to_json` described. Raise KeyError or TypeError: it has not."""
+        made = cls([])
+        made._label_column, made.classes = described["label"], tuple(described["classes"])
+        made.schema = schema_of_text(described["schema"])
+        return made
 
     def add(self, batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
         """Return `batch` of the file `name` with its partition columns appended."""

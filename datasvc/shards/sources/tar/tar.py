@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Final, TypeVar, cast
 
 from datasvc.errors import CorruptDataError
@@ -52,12 +52,14 @@ class TarMember:
         size_bytes: size of its content.
         problem: reason why the member must not be used (it is not a regular file, or its name is absolute, has `..`
             or is not UTF-8); None for a valid member.
+        start: offset of its first header.
     """
 
     name: str
     offset: int
     size_bytes: int
     problem: str | None = None
+    start: int = 0
 
 
 class TarReader:
@@ -66,6 +68,7 @@ class TarReader:
     Args:
         stream: stream at the start of the tar. If it is seekable, `seek` passes large contents that are not read.
         location: path of the tar for messages.
+        length: end of the last member to read, which no end mark follows; None: the tar is read to its end.
 
     Raises:
         CorruptDataError: by iteration and `read`: the tar is truncated, damaged or not a tar. The message has the
@@ -73,7 +76,8 @@ class TarReader:
         UnavailableError: by iteration and `read`: the store does not respond.
     """
 
-    def __init__(self, stream: BinaryIO, location: str) -> None:
+    def __init__(self, stream: BinaryIO, location: str, length: int | None = None) -> None:
+        self._length = length
         self._stream = stream
         self._location = location
         self._position = 0  # offset of the stream in the decompressed tar
@@ -84,6 +88,11 @@ class TarReader:
     def __iter__(self) -> Iterator[TarMember]:
         return iter(self._next_member, None)
 
+    @property
+    def has_global_header(self) -> bool:
+        """Whether a header was read that holds for all members after it."""
+        return bool(self._global_pax)
+
     def read(self, member: TarMember) -> bytes:
         """Return the content of the member that was yielded last; call it once per member. Errors: see the class."""
         assert self._position == member.offset
@@ -92,7 +101,7 @@ class TarReader:
     def _next_member(self) -> TarMember | None:
         """Return the next member that is not a folder; None at the end of the tar."""
         # Extension headers come before the header of the member that they describe, so collect their values first.
-        pax, long_name = dict(self._global_pax), None
+        pax, long_name, start = dict(self._global_pax), None, self._next_header
         while (header := self._read_header()) is not None:
             kind = _kind_of(header)
             size_bytes = self._parsed(_size_of, header)
@@ -113,7 +122,8 @@ class TarReader:
                 name = pax.get(b"path") or long_name or _short_name(header)
                 member = self._member(header, name, size_bytes, pax)
                 if member is not None:
-                    return member
+                    return replace(member, start=start)
+                start = self._next_header
                 pax, long_name = dict(self._global_pax), None  # the collected values were those of a folder
         return None
 
@@ -137,6 +147,8 @@ class TarReader:
 
     def _read_header(self) -> bytes | None:
         """Return the next header block; None at the end mark, a block of zeros. For errors, see the class."""
+        if self._length is not None and self._next_header >= self._length:
+            return None
         self._skip_to(self._next_header)
         start = self._position
         header = self._take(_BLOCK_BYTES)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 import pyarrow as pa
@@ -44,10 +44,13 @@ from datasvc.shards.sources.common.listing import list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart, file_part
 from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReader, open_tar
+from datasvc.threads import map_in_threads
 
 _TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
 # Limits of the samples, bytes and tars of each split that are read to choose the columns.
 _FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
+_CUTS_AT_ONCE: Final = 8
+_MAGIC_RANGE, _MAGIC = (257, 5), b"ustar"
 _META: Final = re.compile(r"__[^/]*__(/|$)")
 KEY_FIELD: Final = "key.txt"
 _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)  # without the dot
@@ -96,10 +99,22 @@ class WebDatasetSource(FileSource):
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one tar; see `StreamedSource.read`."""
-        reader = FileReader(self.url)
-        with open_tar(reader, part.where["path"]) as stream:
-            groups = group_by_key(TarReader(stream, reader.location(part.where["path"])))
+        reader, where = FileReader(self.url), part.where
+        start, stop = where.get("start", 0), where.get("stop")
+        with open_tar(reader, where["path"], start=start, stop=stop) as stream:
+            length = None if stop is None else stop - start
+            groups = group_by_key(TarReader(stream, reader.location(where["path"]), length))
             yield from to_batches(self.schema, part, ((group.key, group) for group in groups), self._sample)
+
+    def cut(self, part_bytes: int) -> WebDatasetSource:
+        """Return a source with large tars divided into parts of whole samples, of `part_bytes` or one sample more.
+
+        The headers of these tars are read, and of remote tars all bytes. A tar that is compressed or damaged, or has
+        a header that holds for all its members, stays one part. Raises NotFoundError or UnavailableError.
+        """
+        reader = FileReader(self.url)
+        parts = map_in_threads(lambda part: _cut(reader, part, part_bytes), self.parts, _CUTS_AT_ONCE)
+        return replace(self, parts=[piece for pieces in parts for piece in pieces])
 
     def _sample(self, key: str, group: Group) -> dict[str, Any]:
         """Return a sample by column, from the files of one key. Raise BadSampleError if they do not fit."""
@@ -125,14 +140,46 @@ class WebDatasetSource(FileSource):
         return sample
 
 
+def _cut(reader: FileReader, part: SourcePart, part_bytes: int) -> Sequence[SourcePart]:
+    """Return the parts of a tar; see `WebDatasetSource.cut`."""
+    path = part.where["path"]
+    # Only a tar that is not compressed has this text in its first header.
+    if part.size_bytes <= part_bytes or reader.read_range(path, *_MAGIC_RANGE) != _MAGIC:
+        return [part]
+    cuts = [0]
+    with open_tar(reader, path) as stream:
+        tar = TarReader(stream, reader.location(path))
+        try:
+            for group in group_by_key(tar, with_contents=False):
+                if group.start - cuts[-1] >= part_bytes:
+                    cuts.append(group.start)
+        except CorruptDataError:
+            return [part]
+    if tar.has_global_header or len(cuts) == 1:
+        return [part]
+    # The last part is read to the end of the tar, with its end mark.
+    stops = [*cuts[1:], None]
+    return [
+        replace(
+            part,
+            name=f"{part.name}#{start}",
+            size_bytes=(part.size_bytes if stop is None else stop) - start,
+            where={**part.where, "start": start, "stop": stop},
+        )
+        for start, stop in zip(cuts, stops, strict=True)
+    ]
+
+
 @dataclass
 class Group:
     """The files of one sample, as `group_by_key` collects them, in the order of the tar.
 
-    `problem` is the reason why it is not a valid sample, and then `contents` is empty.
+    `start` is the offset of its first header in the tar. `problem` is the reason why it is not a valid sample, and
+    then `contents` is empty.
     """
 
     key: str
+    start: int = 0
     contents: dict[str, bytes] = field(default_factory=dict)
     size_bytes: int = 0
     problem: str | None = None
@@ -154,7 +201,7 @@ def group_by_key(tar: TarReader, *, with_contents: bool = True) -> Iterator[Grou
             if group is None or key != group.key:
                 if group is not None:
                     yield group
-                group = Group(key)
+                group = Group(key, member.start)
             # After the first problem the sample is left out, so its other files are not read.
             group.problem = group.problem or _problem(group, member, name)
             group.size_bytes += member.size_bytes
