@@ -8,12 +8,14 @@ file. The bytes that a recipe gives are verified against the digest of the objec
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from blake3 import blake3
 
+from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError
 
 if TYPE_CHECKING:
@@ -85,6 +87,18 @@ def build_object(objects: Objects, digest: Digest, file: BinaryIO | None) -> boo
     if recipes:
         _build[0](objects, digest, recipes, file)
     return bool(recipes)
+
+
+@contextmanager
+def built_file(objects: Objects, digest: Digest) -> Iterator[str | None]:
+    """Yield the path of a temporary file with an attached object; None: it has no recipe. Errors: `build_object`.
+
+    A mapping that is made in the block keeps the bytes when the file is gone.
+    """
+    with tempfile.NamedTemporaryFile(prefix=durable.TEMPORARY_PREFIX) as file:
+        is_built = build_object(objects, digest, cast("BinaryIO", file))
+        file.flush()
+        yield file.name if is_built else None
 
 
 def recipe_of(path: str) -> str | None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.repository import Digest, Objects, Storage
+from datasvc.repository.objects.in_place import built_file
 from datasvc.repository.store.retries import map_exceptions
 
 # One request reads this many bytes at the end of a file. Elsewhere, the last read is kept if it is not larger.
@@ -28,23 +29,29 @@ class ObjectFiles:
     Args:
         storage: storage of the repository.
         sizes: expected size of each object in bytes.
+        builds: whether to build attached shards, which reads them whole.
 
     Attributes:
         failure: the first datasvc error that an open or a read raised. It is kept here because a library that calls
             Arrow, such as DuckDB, passes on only the text of an error.
     """
 
-    def __init__(self, storage: Storage, sizes: Mapping[Digest, int]) -> None:
+    def __init__(self, storage: Storage, sizes: Mapping[Digest, int], *, builds: bool = True) -> None:
+        self._builds = builds
         self.failure: DatasvcError | None = None
         self._storage = storage
         self._sizes = sizes
 
     def open(self, digest: Digest) -> pa.NativeFile:
-        """Open an object. Raise NotFoundError, CorruptDataError (its size is wrong), UnavailableError."""
+        """Open an object. Raise NotFoundError, CorruptDataError (its size is wrong), those of `build_object`."""
         path = Objects.path(digest)
         location, expected = self._storage.location(path), self._sizes[digest]
         with self._recording_failure():
             size_bytes = self._storage.size(path)
+            if size_bytes is None and self._builds:
+                with built_file(Objects(self._storage), digest) as built:
+                    if built is not None:
+                        return pa.memory_map(built)
             if size_bytes is None:
                 raise NotFoundError(f"shard {location} is missing; restore it from another copy")
             if size_bytes != expected:

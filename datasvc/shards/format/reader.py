@@ -6,20 +6,19 @@ Views are slices of Arrow's own buffers, because a slice takes about a thirtieth
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects
+from datasvc.repository.objects.in_place import built_file
 from datasvc.repository.objects.objects import digest_of_file
 from datasvc.shards.format.digests import joined_bytes, value_offsets
 from datasvc.shards.format.ipc_reader import IpcReader, column_to_numpy
@@ -208,11 +207,9 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
     try:
         actual = digest_of_file(path)
     except FileNotFoundError as error:
-        # The mapping keeps the bytes of an attached shard when the temporary file is gone.
-        with tempfile.NamedTemporaryFile(prefix=durable.TEMPORARY_PREFIX) as built:
-            if objects.build(info.digest, cast("BinaryIO", built)):
-                built.flush()
-                return Shard.map(built.name)
+        with built_file(objects, info.digest) as built:
+            if built is not None:
+                return Shard.map(built)
         raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
     except OSError as error:
         raise UnavailableError(f"shard {path} cannot be read: {error}; check the disk") from error

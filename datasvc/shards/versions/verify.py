@@ -297,7 +297,7 @@ class _SplitCheck:
             if path is not None:
                 self._checked(number, Shard.map(path)).check_texts()
             else:
-                with ObjectFiles(self._split.repository.storage, {shard.digest: shard.size_bytes}).open(
+                with ObjectFiles(self._split.repository.storage, {shard.digest: shard.size_bytes}, builds=False).open(
                     shard.digest
                 ) as file:
                     reader = IpcReader(file, self._objects.location(shard.digest))
