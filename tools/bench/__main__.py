@@ -11,6 +11,7 @@ MODULES: Final = {
     "order": "order",
     "mixture": "mixture",
     "ingest": "ingest",
+    "attach": "attach",
     "ingest_samples": "ingest",
     "ingest_memory": "ingest",
     "open_version": "large_versions",

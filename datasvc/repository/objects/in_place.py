@@ -11,23 +11,20 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 from blake3 import blake3
 
 from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError
-
-if TYPE_CHECKING:
-    from datasvc.repository.objects.objects import Digest, Objects
-    from datasvc.repository.store.storage import Storage
+from datasvc.repository.store.storage import Storage
 
 IN_PLACE: Final = "in_place"
 _MAX_RECIPE_BYTES: Final = 16 << 20
 
 Recipe = Mapping[str, Any]
-Build = Callable[["Objects", "Digest", Sequence[Recipe], BinaryIO | None], None]
-"""Writes an object by one of its recipes. Raises an error for wrong bytes, which then may be written already."""
+Build = Callable[[Any, Any, Sequence[Recipe], BinaryIO | None], None]
+"""Writes an object of the given `Objects`, with a digest, by one of its recipes; raises an error for wrong bytes."""
 
 _build: list[Build] = []
 
@@ -37,14 +34,14 @@ def set_builder(build: Build) -> None:
     _build[:] = [build]
 
 
-def store_recipe(storage: Storage, digest: Digest, recipe: Recipe) -> None:
+def store_recipe(storage: Storage, digest: str, recipe: Recipe) -> None:
     """Store a recipe of an object. Raises ConfigError (see `Storage.check_writable`) or UnavailableError."""
     storage.check_writable()
     content = json.dumps(recipe, sort_keys=True).encode()
     storage.put_bytes(f"{_folder(digest)}/{blake3(content).hexdigest()}.json", content)
 
 
-def read_recipes(storage: Storage, digest: Digest) -> list[Recipe]:
+def read_recipes(storage: Storage, digest: str) -> list[Recipe]:
     """Return the recipes of an object, the one with the newest attach first; [] if it has none.
 
     Raises:
@@ -67,13 +64,13 @@ def read_recipes(storage: Storage, digest: Digest) -> list[Recipe]:
     return sorted(recipes, key=lambda recipe: str(recipe.get("created")), reverse=True)
 
 
-def delete_recipes(storage: Storage, digest: Digest) -> None:
+def delete_recipes(storage: Storage, digest: str) -> None:
     """Delete the recipes of an object, so that it is never built again. Raises UnavailableError."""
     if storage.list(_folder(digest)):
         storage.delete_folder(_folder(digest))
 
 
-def build_object(objects: Objects, digest: Digest, file: BinaryIO | None) -> bool:
+def build_object(objects: Any, digest: str, file: BinaryIO | None) -> bool:
     """Write an object that files in place have to `file`, and verify it; False, and nothing, if it has no recipe.
 
     Without `file`, check only that the file of a recipe exists and has its size.
@@ -90,7 +87,7 @@ def build_object(objects: Objects, digest: Digest, file: BinaryIO | None) -> boo
 
 
 @contextmanager
-def built_file(objects: Objects, digest: Digest) -> Iterator[str | None]:
+def built_file(objects: Any, digest: str) -> Iterator[str | None]:
     """Yield the path of a temporary file with an attached object; None: it has no recipe. Errors: `build_object`.
 
     A mapping that is made in the block keeps the bytes when the file is gone.
@@ -107,5 +104,5 @@ def recipe_of(path: str) -> str | None:
     return parts[2] if parts[0] == IN_PLACE and len(parts) == 4 and parts[3].endswith(".json") else None
 
 
-def _folder(digest: Digest) -> str:
+def _folder(digest: str) -> str:
     return f"{IN_PLACE}/{digest[:2]}/{digest}"

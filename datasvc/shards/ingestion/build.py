@@ -276,7 +276,16 @@ class ShardFinisher:
         built = BuiltShard(split, ordinal, output.store(statistics))
         self._unfinished.remove(output)
         if self._work.options.in_place:
-            recipe = make_recipe(self._work, self._unit, split, built.row.shard.size_bytes)
+            recipe = make_recipe(
+                self._work.source,
+                self._unit,
+                self._work.options,
+                schema=self._work.schema,
+                split=split,
+                classes=self._work.classes,
+                labels=self._work.labels,
+                size_bytes=built.row.shard.size_bytes,
+            )
             store_recipe(self._objects.storage, built.row.shard.digest, recipe)
         if self._records_shards:
             # Record the shard only after it is stored, because the next run does not build a recorded shard again.

@@ -6,26 +6,24 @@ A recipe is complete: the source is not listed again, so a shard can be built wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from importlib import metadata
+from typing import Any, Final
 
 import pyarrow as pa
 
-import datasvc
 from datasvc.errors import ConfigError, CorruptDataError, SourceChangedError
 from datasvc.repository.objects.in_place import Recipe
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit
 from datasvc.shards.sources.common.columns import ColumnMap, schema_of_text, schema_to_text
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import stat_file
 from datasvc.shards.sources.common.source import Source, SourcePart, StreamedSource
 from datasvc.shards.sources.tabular.parquet import ParquetSource, Partitions
 from datasvc.shards.sources.tar.webdataset import WebDatasetSource
-
-if TYPE_CHECKING:
-    from datasvc.shards.ingestion.build import IngestWork
-    from datasvc.shards.ingestion.plan import IngestUnit
 
 RECIPE_FORMAT: Final = 1
 
@@ -93,17 +91,30 @@ class ShardRecipe:
 
 def made_by() -> str:
     """Return the releases that decide the bytes of a shard."""
-    return f"datasvc {datasvc.__version__} with Arrow {pa.__version__}"
+    release = "(unknown release)"
+    with suppress(metadata.PackageNotFoundError):
+        release = metadata.version("datasvc")
+    return f"datasvc {release} with Arrow {pa.__version__}"
 
 
-def make_recipe(work: IngestWork, unit: IngestUnit, split: str, size_bytes: int) -> dict[str, Any]:
+def make_recipe(
+    source: Source,
+    unit: IngestUnit,
+    options: BuildOptions,
+    *,
+    schema: pa.Schema,
+    split: str,
+    classes: tuple[str, ...],
+    labels: tuple[int, ...] | None,
+    size_bytes: int,
+) -> dict[str, Any]:
     """Return the recipe of the shard of `split` that a unit of an attached source gave, as JSON values.
 
     Raises:
         SourceChangedError: the file of the unit changed after it was listed.
         NotFoundError, UnavailableError: the file cannot be read.
     """
-    reader, part = FileReader(work.source.url), unit.parts[0]
+    reader, part = FileReader(source.url), unit.parts[0]
     file_bytes, stamp = stat_file(reader.file_system, part.where["path"], reader.location(part.where["path"]))
     if stamp != part.stamp:
         raise SourceChangedError(
@@ -113,13 +124,13 @@ def make_recipe(work: IngestWork, unit: IngestUnit, split: str, size_bytes: int)
     return {
         "format": RECIPE_FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "source": _describe(work.source),
+        "source": _describe(source),
         "parts": [asdict(part) for part in unit.parts],
-        "schema": schema_to_text(work.schema),
+        "schema": schema_to_text(schema),
         "split": split,
-        "val_fraction": work.options.val_fraction,
-        "classes": work.classes,
-        "labels": work.labels,
+        "val_fraction": options.val_fraction,
+        "classes": classes,
+        "labels": labels,
         "size_bytes": size_bytes,
         "file_bytes": file_bytes,
         "stamp": stamp,
