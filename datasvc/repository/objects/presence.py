@@ -29,7 +29,8 @@ def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> 
         NotFoundError: an object is missing; the caller must not commit.
         UnavailableError: the store does not respond.
     """
-    missing = find_missing(objects, referenced)
+    # An attached object is not stored: `size` finds its recipe.
+    missing = {digest for digest in find_missing(objects, referenced) if objects.size(digest) is None}
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NotFoundError(
@@ -41,7 +42,7 @@ def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> 
 
 
 def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
-    """Return the digests of objects that do not exist.
+    """Return the digests of objects that are not stored.
 
     On a remote store, each object takes one request. A folder with more than `_MAX_CHECKS_PER_FOLDER` referenced
     objects is listed instead, if the listing takes fewer requests than it has referenced objects. The listing of one
@@ -49,7 +50,7 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     """
     if objects.is_near:
         # The check of a local file takes less time than passing it to a thread.
-        return {digest for digest in referenced if objects.size(digest) is None}
+        return {digest for digest in referenced if objects.storage.size(objects.path(digest)) is None}
     folders: dict[str, set[Digest]] = defaultdict(set)
     for digest in referenced:
         folders[objects.path(digest).rpartition("/")[0]].add(digest)
@@ -72,7 +73,8 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     to_check = [digest for folder in folders.keys() - set(to_list) for digest in folders[folder]]
     for missing_in_folder, _ in map_in_threads(list_missing, to_list, _MAX_PARALLEL_REQUESTS):
         missing |= missing_in_folder
-    sizes = map_in_threads(objects.size, to_check, _MAX_PARALLEL_REQUESTS)
+    paths = map(objects.path, to_check)
+    sizes = map_in_threads(objects.storage.size, list(paths), _MAX_PARALLEL_REQUESTS)
     return missing.union(digest for digest, size in zip(to_check, sizes, strict=True) if size is None)
 
 
