@@ -65,12 +65,14 @@ class RankRequest:
         number: number of the request of this worker, from 1.
         serial: serial number of the worker's state (`State.serial`); equal numbers mean equal states.
         wants_sync: whether this worker needs all ranks to copy the state of rank 0 before they continue.
+        multiple: a round needs a multiple of this number of ranks, at least 1; equal on all workers.
     """
 
     worker: str
     number: int
     serial: int
     wants_sync: bool
+    multiple: int = 1
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,14 @@ class Rendezvous:
 
     Attributes:
         serial, wants_sync: for the next `RankRequest`, which describes them; set by the run loop.
+        multiple: for each `RankRequest`; set by a program whose model is divided over so many ranks, before `init`.
         assignment: newest rank assignment; None before the first.
     """
 
     def __init__(self, worker: str, store: Store) -> None:
         self.serial = 0
         self.wants_sync = True
+        self.multiple = 1
         self.assignment: messages.RankAssignment | None = None
         self._worker = worker
         self._store = store
@@ -76,7 +78,8 @@ class Rendezvous:
         # The key means that training has not ended: the driver warns if a worker with this key exits with status 0.
         if self._num_requests == 1:
             self._store.set(messages.training_key(self._worker), "")
-        self._send(messages.RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
+        request = messages.RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync, self.multiple)
+        self._send(request)
         key = messages.answer_key(self._worker, self._num_requests)
         pause_s = _FIRST_PAUSE_S
         # Poll, because Python cannot handle signals during a wait inside the store.

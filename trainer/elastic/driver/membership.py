@@ -9,6 +9,8 @@ passes each event and the time to this module, and executes the actions that the
   committed state and no live worker has it, the job ends; it never restarts silently from the beginning.
 - A host that `Blacklist` blocks gets no new worker.
 - A round has at least the minimum number of ranks. It may have fewer only after a worker has finished its training.
+- A round has a multiple of the number of ranks that the programs ask for, such as those of a replica of a divided
+  model. Workers that are too many wait as spare ones, and take part as soon as they complete such a number.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from datasvc.trainer.elastic.driver.workers import (
     Phase,
     Worker,
     Workers,
+    order_workers,
     plan_placements,
 )
 from datasvc.trainer.launch.ranks.job import Host
@@ -60,6 +63,7 @@ class JobMembership:
         self._hosts: tuple[Host, ...] = ()
         self._workers = Workers()
         self._round = 0  # number of the current round; 0 before the first one
+        self._multiple = 1  # see `RankRequest`
         self._has_state = False  # whether a worker has committed a state
         self._is_finishing = False  # whether a worker has finished its training; then no worker is started any more
         self._deaths = Deaths()
@@ -84,6 +88,7 @@ class JobMembership:
         self._deaths.errors.pop(request.worker, None)
         worker.failing_since_s = None
         worker.request = request
+        self._multiple = max(1, request.multiple)
         worker.enter(Phase.WAITING, now_s)
         self._has_state = self._has_state or request.serial > 0  # see `Worker.serial`
         return self._advance(now_s)
@@ -120,12 +125,13 @@ class JobMembership:
             return []
         actions: list[Action] = []
         if worker.phase is not Phase.LEAVING:
-            if worker.may_have_state:
+            if worker.may_have_state and not worker.is_spare:  # a spare one is in no round
                 # Members that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} has exited"))
             # Before the first round, status 0 is always a success. Later it is a death if the worker was in no round,
             # because it has not trained.
-            if returncode == 0 and (worker.may_have_state or not self._round):
+            has_trained = worker.may_have_state and not worker.is_spare
+            if returncode == 0 and (has_trained or not self._round):
                 # As in Horovod, status 0 means that the program has finished. But Horovod then stops the other ranks
                 # at their next round. Here they train to their end, so that none of their training is lost.
                 self._is_finishing = True
@@ -198,7 +204,7 @@ class JobMembership:
         return actions
 
     def _update_slots(self, now_s: float) -> list[Action]:
-        """Record which workers have lost their slots. Terminate those of them that have not joined yet."""
+        """Record which workers have lost their slots. Terminate those of them that are in no round."""
         slots = {host.name: host.num_slots for host in self._hosts}
         actions: list[Action] = []
         num_on_host: dict[str, int] = {}
@@ -208,7 +214,7 @@ class JobMembership:
                 worker.slot_lost_s = None
             elif not worker.has_lost_slot:
                 worker.slot_lost_s = now_s
-            if worker.has_lost_slot and worker.phase is Phase.STARTING:
+            if worker.has_lost_slot and (worker.phase is Phase.STARTING or worker.is_spare):
                 worker.stop(now_s)
                 actions.append(TerminateWorker(worker.name))
         return actions
@@ -225,7 +231,7 @@ class JobMembership:
         started = [self._workers.start(host, now_s) for host in free]
         # A leaving worker keeps its slot and its local rank until it exits; only its replacement gets them.
         leaving = [worker for worker in self._workers.in_phase(Phase.LEAVING) if worker.host in free]
-        placements = plan_placements([*self._workers.with_slot(), *leaving])
+        placements = plan_placements(order_workers([*self._workers.with_slot(), *leaving], self._multiple))
         return [Start(worker.name, worker.host, placements[worker.name]) for worker in started]
 
     def _list_free_slots(self, now_s: float) -> list[str]:
@@ -278,7 +284,14 @@ class JobMembership:
         if self._is_finishing or not members:
             return []
         waiting = self._workers.in_phase(Phase.WAITING)
-        added = {worker.name for worker in waiting if not (worker.may_have_state or worker.has_lost_slot)}
+        added = {
+            worker.name
+            for worker in waiting
+            if (worker.is_spare or not worker.may_have_state) and not worker.has_lost_slot
+        }
+        num_staying = sum(not worker.has_lost_slot for worker in members)
+        if (num_staying + len(added)) // self._multiple <= num_staying // self._multiple:
+            added = set()  # the next round could not use them
         is_starting = any(worker.failing_since_s is None for worker in self._workers.in_phase(Phase.STARTING))
         if is_starting and now_s < (self._announce_joined_at_s() or -math.inf):
             # Workers that start together join together: with a notice for the first of them, each new host would cost
@@ -307,7 +320,12 @@ class JobMembership:
         # New workers do not have the job's state. So after the first round, they wait for a worker that may have it.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
             return []
-        if not self._is_enough(chosen, now_s):
+        num_ranks = len(chosen) - len(chosen) % self._multiple
+        if not num_ranks and self._is_finishing and any(not worker.is_spare for worker in chosen):
+            return [
+                self._fail_job(f"{len(chosen)} ranks are left, and a replica of the model needs {self._multiple}")
+            ]
+        if not self._is_enough(chosen[:num_ranks], now_s):
             return self._wait(now_s)
         if self._has_state and not any(worker.serial for worker in chosen):
             return [self._fail_job("no rank that had the training's state is left")]
@@ -321,7 +339,22 @@ class JobMembership:
                 worker.enter(Phase.LEAVING, now_s)
                 reason = f"its slot on {worker.host} was removed"
                 denials.append(DenyRank(worker.name, worker.request.number, reason))
-        return [*denials, *self._begin_round(chosen, now_s)]
+        ordered = order_workers(chosen, self._multiple)
+        return [
+            *denials,
+            *self._begin_round(ordered[:num_ranks], now_s),
+            *self._keep_waiting(ordered[num_ranks:], num_ranks),
+        ]
+
+    def _keep_waiting(self, spare: Sequence[Worker], num_ranks: int) -> list[Action]:
+        """Record workers that a round of `num_ranks` ranks has begun without; they keep their requests."""
+        for worker in spare:
+            worker.is_spare = True
+        if not spare:
+            return []
+        waits = "1 more waits" if len(spare) == 1 else f"{len(spare)} more wait"
+        text = f"{num_ranks} ranks train, and {waits} for others: a replica of the model needs {self._multiple}"
+        return [PrintMessage(text)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
         # The first round waits for all workers that are starting.
@@ -336,8 +369,9 @@ class JobMembership:
             or self._has_waited_too_long(now_s)
             or (self._deaths.since_round and not self._can_grow(now_s))
         ):
-            return self._limits.min_num_ranks
-        return self._limits.first_num_ranks
+            return -(-self._limits.min_num_ranks // self._multiple) * self._multiple
+        first = self._limits.first_num_ranks
+        return max(first - first % self._multiple, self._multiple)
 
     def _has_waited_too_long(self, now_s: float) -> bool:
         return self._too_few_since_s is not None and self._too_few_since_s + self._limits.elastic_timeout_s <= now_s
@@ -360,6 +394,8 @@ class JobMembership:
             self._too_few_since_s = now_s
         flag = "-np" if needed == self._limits.first_num_ranks and not self._round else "--min-num-proc"
         text = f"{num_slots} of the {needed} required ranks ({flag}) are available"
+        if self._multiple > 1:
+            text += f", and a replica of the model needs {self._multiple}"
         if self._has_waited_too_long(now_s):
             return [self._fail_job(f"{text}: no more joined within {self._limits.elastic_timeout_s:g} s")]
         if not self._can_grow(now_s):
@@ -390,13 +426,15 @@ class JobMembership:
         # Members with unequal states, or without a state, must copy that of rank 0 (see `Worker.serial`).
         serials = {request.serial for request in requests.values()}
         needs_sync = len(serials) > 1 or 0 in serials or any(request.wants_sync for request in requests.values())
+        # A spare worker may have the state of a commit that the others have undone, with an equal serial.
+        needs_sync |= any(worker.is_spare for worker in chosen)
         actions: list[Action] = []
         if len(chosen) < self._limits.min_num_ranks:
             few = f"{len(chosen)} of the {self._limits.min_num_ranks} ranks of --min-num-proc"
             actions.append(PrintMessage(f"the job finishes with {few}"))
         for name, placement in plan_placements(chosen).items():
             worker = self._workers.by_name[name]
-            worker.old_rank = placement.rank
+            worker.old_rank, worker.is_spare = placement.rank, False
             worker.enter(Phase.MEMBER, now_s)
             assignment = RankAssignment(self._round, placement, needs_sync, self._notice.number, self._deaths.num_all)
             actions.append(AssignRank(name, requests[name].number, assignment))
@@ -413,7 +451,11 @@ class JobMembership:
         """Return the `Finish` of the job if no remaining worker can continue it, otherwise an empty list."""
         staying = self._workers.staying()
         # After the first round has begun, only a worker that was in a round can continue the job.
-        if self._round and any(worker.may_have_state for worker in staying):
+        can_continue = [worker for worker in staying if worker.may_have_state]
+        if self._is_finishing:
+            # Spare workers have nothing to do any more: the launcher ends them.
+            can_continue = [worker for worker in can_continue if not worker.is_spare]
+        if self._round and can_continue:
             return []
         # Before the first round, the job waits until all workers have finished, or the program has failed everywhere.
         have_all_finished = self._is_finishing and not staying

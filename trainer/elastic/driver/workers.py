@@ -53,6 +53,7 @@ class Worker:
         slot_lost_s: time when its slot was removed; None while it has one.
         failing_since_s: time when it reported that it exits with an error; None before that.
         is_stopped: whether `membership` has returned the action to terminate its process.
+        is_spare: whether a round has begun without it, because the number of ranks must be a multiple; it waits.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Worker:
     slot_lost_s: float | None = None
     failing_since_s: float | None = None
     is_stopped: bool = False
+    is_spare: bool = False
 
     @property
     def has_lost_slot(self) -> bool:
@@ -85,8 +87,8 @@ class Worker:
         return 0 if self.request is None else self.request.serial
 
     def precedence(self) -> tuple[float, int]:
-        """Return a sort key: old ranks in their order, then new workers in the order of their starts."""
-        return math.inf if self.old_rank is None else self.old_rank, self.seniority
+        """Return a sort key: ranks of the last round in their order, then others in the order of their starts."""
+        return math.inf if self.old_rank is None or self.is_spare else self.old_rank, self.seniority
 
     def stop(self, now_s: float) -> None:
         """Enter the phase `LEAVING`, and record that the process is terminated. The caller returns the action."""
@@ -154,7 +156,8 @@ class Workers:
         waiting = self.in_phase(Phase.WAITING)
         deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in waiting])
         # The round ends for all members when the first of them requests a new rank. Until then, this list is empty.
-        round_end_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)[:1]
+        was_member = [worker for worker in waiting if worker.may_have_state and not worker.is_spare]
+        round_end_s = sorted(worker.since_s for worker in was_member)[:1]
         for worker in self.in_phase(Phase.MEMBER):
             # For a member that has lost its slot, the round ends at that time too.
             ends_s = round_end_s if worker.slot_lost_s is None else [*round_end_s, worker.slot_lost_s]
@@ -188,15 +191,52 @@ class Workers:
 # A worker is a process of the job. A round is a period with a fixed assignment of ranks to workers.
 
 
-def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
-    """Return the placement of every worker by its name, in rank order.
+def order_workers(workers: Sequence[Worker], multiple: int = 1) -> list[Worker]:
+    """Return workers in rank order: the first ones are the ranks of a round, if not all are.
 
-    The worker with the newest state gets rank 0. The others copy the state of rank 0, so no committed work is lost.
-    Workers with equal states keep the order of their old ranks, and new workers come last. The local rank depends on
-    the slot and not on the rank, because programs choose their GPU by the local rank, often before the first round.
+    The worker with the newest state comes first. The others copy the state of rank 0, so no committed work is lost.
+    Workers with equal states keep the order of their old ranks, and new workers come last.
+
+    With a `multiple` above 1, so many consecutive ranks have one replica of a model together, each a part of it, and
+    the program finds the newest state of each part. Replicas of which all ranks are left come first. The other workers
+    keep their places inside a replica if they can, so that few parts are copied.
     """
     # `serial` is the number of the worker's committed state: the highest one is the newest state.
     ordered = sorted(workers, key=lambda worker: (-worker.serial, *worker.precedence()))
+    if multiple == 1:
+        return ordered
+    replicas: dict[int, list[Worker]] = {}
+    for worker in ordered:
+        if worker.old_rank is not None and not worker.is_spare:
+            replicas.setdefault(worker.old_rank // multiple, []).append(worker)
+    whole = [
+        sorted(members, key=Worker.precedence)
+        for _, members in sorted(replicas.items(), key=lambda item: (-item[1][0].serial, item[0]))
+        if len(members) == multiple
+    ]
+    kept = [worker for members in whole for worker in members]
+    rest = [worker for worker in ordered if worker not in kept]
+    while len(rest) >= multiple:
+        places = [_take(rest, place, multiple) for place in range(multiple)]
+        kept += [rest.pop(0) if worker is None else worker for worker in places]
+    return [*kept, *rest]
+
+
+def _take(rest: list[Worker], place: int, multiple: int) -> Worker | None:
+    """Remove the first worker that had this place in a replica, and return it; None: there is none."""
+    for worker in rest:
+        if worker.old_rank is not None and worker.old_rank % multiple == place:
+            rest.remove(worker)
+            return worker
+    return None
+
+
+def plan_placements(ordered: Sequence[Worker]) -> dict[str, RankPlacement]:
+    """Return the placement of every worker by its name, from the workers in rank order.
+
+    The local rank depends on the slot and not on the rank, because programs choose their GPU by the local rank, often
+    before the first round.
+    """
     slots_on: dict[str, list[int]] = {}
     for worker in ordered:
         slots_on.setdefault(worker.host, []).append(worker.slot)

@@ -682,3 +682,71 @@ def test_programs_that_never_ask_may_just_end():
 def test_limits_that_contradict_each_other_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
         Limits(**limits)
+
+
+class ReplicaWorld(World):
+    """Six workers, two of which have a replica of the model together."""
+
+    def __init__(self, **limits):
+        super().__init__(**{"min_num_ranks": 2, "first_num_ranks": 6, **limits})
+        self.hosts(a=6)
+        self.ask(*self.started)
+
+    def ask(self, *workers, serial=0, wants_sync=True):
+        for worker in workers:
+            self.num_asks[worker] = self.num_asks.get(worker, 0) + 1
+            ask = RankRequest(worker, self.num_asks[worker], serial, wants_sync, multiple=2)
+            self.take(self.membership.rank_requested(ask, self.now_s))
+        return self.last
+
+
+def test_workers_that_complete_no_replica_wait_and_replicas_that_are_whole_stay_together():
+    world = ReplicaWorld()
+    assert world.ranks() == [f"a:{slot}:{slot}" for slot in range(6)]
+    world.end("a:2:2")
+    world.ask("a:0:0", "a:1:1", "a:3:3", "a:4:4", "a:5:5", serial=3)
+    assert world.ranks() == ["a:0:0", "a:1:1", "a:4:4", "a:5:5"]
+    assert world.said[-1] == "4 ranks train, and 1 more waits for others: a replica of the model needs 2"
+    assert not any(isinstance(action, DenyRank) for action in world.last)
+    # Its end, or the time for which it waits, ends no round.
+    world.wait(world.limits.hang_timeout_s + 1)
+    assert not any(isinstance(action, TerminateWorker | Break) for action in world.last)
+    # Rank 1 is lost: the waiting worker had the same place.
+    world.end("a:1:1")
+    world.ask("a:0:0", "a:4:4", "a:5:5", serial=5)
+    assert world.ranks() == ["a:4:4", "a:5:5", "a:0:0", "a:3:3"]
+    assert world.seats["a:3:3"].needs_sync
+
+
+def test_a_waiting_worker_takes_part_when_a_new_one_completes_its_replica():
+    world = ReplicaWorld(hosts_can_change=True)
+    world.end("a:2:2")
+    world.ask("a:0:0", "a:1:1", "a:3:3", "a:4:4", "a:5:5", serial=3)
+    world.hosts(a=6, b=1)
+    world.come("b:0:6")
+    assert any(isinstance(action, Announce) for action in world.ask("b:0:6"))
+    world.ask("a:0:0", "a:1:1", "a:4:4", "a:5:5", serial=4, wants_sync=False)
+    assert world.ranks() == ["a:0:0", "a:1:1", "a:4:4", "a:5:5", "b:0:6", "a:3:3"]
+    # One more completes nothing.
+    world.hosts(a=6, b=1, c=1)
+    world.come("c:0:7")
+    assert not any(isinstance(action, Announce) for action in world.ask("c:0:7"))
+
+
+def test_the_job_ends_with_its_training_although_a_worker_waits():
+    world = ReplicaWorld()
+    world.end("a:5:5")
+    world.ask(*(f"a:{slot}:{slot}" for slot in range(5)), serial=3)
+    for worker in world.ranks():
+        world.end(worker, 0)
+    assert world.finish == Finish(0)
+
+
+def test_fewer_ranks_than_a_replica_has_end_the_job_with_what_is_missing():
+    world = ReplicaWorld(min_num_ranks=1, first_num_ranks=6)
+    for slot in range(1, 6):
+        world.end(f"a:{slot}:{slot}")
+    world.ask("a:0:0", serial=3)
+    assert "1 of the 2 required ranks (--min-num-proc) are available, and a replica of the model needs 2" in (
+        world.finish.reason
+    )

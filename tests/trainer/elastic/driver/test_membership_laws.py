@@ -35,8 +35,10 @@ class MembershipLaws(RuleBasedStateMachine):
         cooldown=st.sampled_from([None, COOLDOWN_S]),
         reset_limit=st.none() | st.integers(0, 3),
         start_timeout_s=st.none() | st.just(TIMEOUT_S),
+        multiple=st.integers(1, 2),
     )
-    def begin(self, first, least, most, cooldown, reset_limit, start_timeout_s):
+    def begin(self, first, least, most, cooldown, reset_limit, start_timeout_s, multiple):
+        self.multiple = multiple
         self.limits = Limits(
             first_num_ranks=max(first, least),
             min_num_ranks=least,
@@ -103,7 +105,9 @@ class MembershipLaws(RuleBasedStateMachine):
         local_places = {(process.host, place.local_rank) for process, place in zip(processes, places, strict=True)}
         assert len(local_places) == len(places)
         waiting = [p for p in self.alive.values() if p.is_asking and not p.is_told_to_end]
-        assert processes[0].serial == max(process.serial for process in waiting), "rank 0 has the newest state"
+        if self.multiple == 1:
+            assert processes[0].serial == max(process.serial for process in waiting), "rank 0 has the newest state"
+        self.check_replicas(processes, old)
         if len({process.serial for process in processes}) > 1:
             assert all(action.assignment.needs_sync for action in seated)
         for serial in {process.serial for process in processes}:
@@ -112,13 +116,34 @@ class MembershipLaws(RuleBasedStateMachine):
                 for p in processes
                 if p.serial == serial
             ]
-            assert ranks == sorted(ranks), "among equals the old ranks come first, in their order"
+            if self.multiple == 1:
+                assert ranks == sorted(ranks), "among equals the old ranks come first, in their order"
         if len(seated) < self.limits.min_num_ranks:
             assert any(isinstance(action, PrintMessage) and "finishes with" in action.text for action in actions)
-        members = [p for p in self.alive.values() if p.assignment and not p.is_told_to_end and p not in processes]
+        members = [
+            p
+            for p in self.alive.values()
+            if p.assignment
+            and not p.is_told_to_end
+            and p not in processes
+            and not (self.multiple > 1 and p.is_asking)
+        ]
         assert not members, "a living member was left behind"
         for action, process in zip(seated, processes, strict=True):
             process.assignment, process.is_asking = action.assignment, False
+
+    def check_replicas(self, processes, old):
+        """All rounds have whole replicas, and those of the last round of which all ranks are left stay together."""
+        assert len(processes) % self.multiple == 0
+        replicas = {}
+        for process in processes:
+            if old[process.name] is not None and old[process.name].round_number == self.newest_round - 1:
+                rank = old[process.name].placement.rank
+                replicas.setdefault(rank // self.multiple, []).append((rank, processes.index(process)))
+        for ranks in replicas.values():
+            if len(ranks) == self.multiple and self.multiple > 1:
+                (first, now), (_, next_now) = sorted(ranks)
+                assert (now % self.multiple, next_now) == (first % self.multiple, now + 1)
 
     def pick(self, data, chosen):
         return data.draw(st.sampled_from(sorted(chosen, key=lambda process: process.name)))
@@ -139,7 +164,8 @@ class MembershipLaws(RuleBasedStateMachine):
     def ask(self, process, *, wants_sync=True):
         process.num_asks += 1
         process.is_asking = True
-        ask = RankRequest(process.name, process.num_asks, process.serial, wants_sync or not process.serial)
+        wants_sync = wants_sync or not process.serial
+        ask = RankRequest(process.name, process.num_asks, process.serial, wants_sync, self.multiple)
         self.take(self.membership.rank_requested(ask, self.now_s))
 
     @rule(data=st.data())
@@ -227,7 +253,8 @@ class MembershipLaws(RuleBasedStateMachine):
                 return
             told = [process for process in self.alive.values() if process.is_told_to_end]
             idle = self.processes(asking=False)
-            broken = any(process.assignment for process in self.processes(asking=True))
+            asking = [process.assignment for process in self.processes(asking=True) if process.assignment]
+            broken = any(assignment.round_number == self.newest_round for assignment in asking)
             if told:
                 self.end(told[0], 0)
             elif idle and (broken or not idle[0].assignment):
