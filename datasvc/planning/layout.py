@@ -195,6 +195,40 @@ def parse_layout(text: str, world_size: int) -> Layout:
     return layout
 
 
+# A layout of an elastic job describes one replica: its outermost axis has as many replicas as the ranks make.
+
+
+def replica_size_of(text: str) -> int:
+    """Return the number of ranks of a replica of an elastic job: the product of all axes but the outermost one.
+
+    This is `replica` if the text names it, and `data` otherwise.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    sizes = parse_sizes(text)
+    return math.prod(size for axis, size in sizes.items() if axis != _outermost(sizes))
+
+
+def fit_layout(text: str, world_size: int) -> Layout:
+    """Return the layout of `world_size` ranks of an elastic job, whatever size the text gives the outermost axis.
+
+    Raises:
+        ConfigError: the text has another form, or the ranks are not a multiple of those of a replica.
+    """
+    sizes, replica_size = parse_sizes(text), replica_size_of(text)
+    if not world_size or world_size % replica_size:
+        raise ConfigError(
+            f"layout is {text!r}, of which a replica has {replica_size} ranks, and there are {world_size}; start a "
+            f"multiple of {replica_size}"
+        )
+    return Layout(**{**sizes, _outermost(sizes): world_size // replica_size})
+
+
+def _outermost(sizes: Mapping[str, int]) -> str:
+    return "replica" if "replica" in sizes else "data"
+
+
 def plan_layout(layout: Layout) -> LayoutPlan:
     """Return what each rank of a layout holds. Rank numbers are those of a mesh of shape `LayoutPlan.shape`."""
     shape = tuple(layout.size_of(axis) for axis in AXES)

@@ -15,8 +15,10 @@ from datasvc.planning.layout import (
     Layout,
     ModelSizes,
     check_layout,
+    fit_layout,
     parse_layout,
     plan_layout,
+    replica_size_of,
 )
 from tests.examples import examples
 
@@ -196,3 +198,21 @@ def test_only_replicas_are_data_only():
 def test_a_layout_is_planned_without_torch():
     program = "import sys, datasvc.planning.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "fitted"),
+    [
+        ("replica=3,shard=2", 2, Layout(replica=2, shard=2)),
+        ("replica=3,data=2,shard=2", 4, Layout(replica=2, data=2, shard=2)),
+        ("data=4,tensor=2", 2, Layout(data=2, tensor=2)),
+        ("shard=2", 2, Layout(data=2, shard=2)),
+        ("data=4", 1, Layout(data=2)),
+    ],
+)
+def test_the_outermost_axis_of_an_elastic_layout_takes_what_the_ranks_make(text, size, fitted):
+    assert replica_size_of(text) == size
+    assert fit_layout(text, 2 * size) == fitted
+    if size > 1:
+        with pytest.raises(ConfigError, match=f"a replica has {size} ranks, and there are {size + 1}"):
+            fit_layout(text, size + 1)

@@ -6,8 +6,10 @@ Each call runs in a new round: a period in which the ranks of the job and their 
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
@@ -101,6 +103,7 @@ class _Loop:
             except HorovodInternalError as error:
                 self._check_progress(error)
                 logger.warning("restoring the last commit: %s", error)
+                _clear_frames(error)
                 self._join_next_round(should_sync=True)
                 self._state.restore()
             except HostsUpdatedInterrupt as interrupt:
@@ -134,3 +137,16 @@ class _Loop:
     def _init_again(self) -> None:
         runtime.shutdown()
         runtime.init(settings=self._settings)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Delete what the functions that an error has ended had in their variables, such as models and process groups.
+
+    A connection is closed with the last reference to its group. Until then, another rank would wait in a collective
+    for this one, although this one has left the round.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    gc.collect()  # models have cycles

@@ -124,6 +124,7 @@ def _build_divided_learner(
         device=place.device,
         num_micro_batches=batches.num_passes,
         block=block,
+        averages_weights=config.averages_weights,
     )
     divided.parameter_groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups

@@ -7,7 +7,7 @@ from torch import nn
 
 import datasvc
 from datasvc.errors import ConfigError
-from datasvc.planning.layout import Layout, check_batch, check_layout, parse_layout
+from datasvc.planning.layout import Layout, check_batch, check_layout, fit_layout, parse_layout, replica_size_of
 from datasvc.trainer.job.submit import is_power_of_two
 from datasvc.trainer.recipes.layouts.divided_model import read_sizes
 from datasvc.trainer.recipes.layouts.shard import find_units
@@ -24,14 +24,22 @@ def read_layout(config: TrainConfig, world_size: int) -> Layout:
     It has the axis `replica` only if replicas of several ranks average their weights. Replicas that sum gradients in
     every step are ranks of `data`, and so are replicas of one rank, with or without `sync`.
 
+    In an elastic run, the outermost axis of the layout has as many replicas as the ranks make.
+
     Raises:
-        ConfigError: the sizes of the layout do not multiply to `world_size`.
+        ConfigError: the sizes of the layout do not multiply to `world_size`; in an elastic run, those of a replica
+            do not divide it.
     """
     if config.layout is None:
         return Layout(data=world_size)
-    layout = parse_layout(config.layout, world_size)
+    layout = fit_layout(config.layout, world_size) if config.elastic else parse_layout(config.layout, world_size)
     has_replicas = config.averages_weights and layout.replica < layout.size
     return layout if has_replicas else layout.without_replica()
+
+
+def count_replica_ranks(config: TrainConfig) -> int:
+    """Return the number of ranks of which an elastic run needs a multiple."""
+    return 1 if config.layout is None else replica_size_of(config.layout)
 
 
 def read_block_tokens(config: TrainConfig, world_size: int) -> int | None:

@@ -2,13 +2,16 @@
 
 A *round* is the time between two changes of the ranks of a job. At the start of each round, every rank builds a new
 run and loads the copy into it. The hooks, connections and prefetched batches of the round before are discarded.
+
+If a layout divides the model, a rank copies its part of it, and a rank that has another part in the next round gets
+that from a rank that has a copy of it; see `places`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +24,37 @@ from datasvc.loaders.core.mixture import splits_of
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.elastic.state import State
 from datasvc.trainer.job import runtime
+from datasvc.trainer.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from datasvc.trainer.optim.broadcast_state import allgather_object, broadcast_object
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import load_optimizer, report_commits
+from datasvc.trainer.recipes.choose_layout import read_layout
+from datasvc.trainer.recipes.layouts.places import Place, StateCopy, TransferPlan, find_places, plan_transfers
+from datasvc.trainer.recipes.layouts.shard import from_local, to_local
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
+from datasvc.trainer.rendezvous.rendezvous import current_rendezvous
+
+# Attributes of a snapshot that differ between the ranks; the others are sent from one rank to all.
+_OF_PLACE = ("place", "model", "average_statistics", "optimizer", "average")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the state of a run, the same on all ranks but for parts of `optimizer`.
+    """A copy of the state of a run, the same on all ranks but for parts of the model and of `optimizer`.
+
+    Tensors are those that the rank stores: its parts of a divided model.
 
     Attributes:
+        commit: round of the ranks in which it was made, and step.
+        place: place of the rank in the layout.
         data_versions: version of each data set, such as "digits@1".
         parent: version that the next checkpoint continues; None: none.
         step: optimizer steps so far.
         metrics: metrics of the newest evaluation; empty if training has continued since.
-        model: weights and buffers; the statistics of batch normalisation are those of rank 0.
+        model: weights and buffers; the statistics of batch normalisation are those of this rank.
         average_statistics: statistics of batch normalisation of the averaged weights; see `Run`.
         optimizer: moments and counters, of this rank with `--sync`, and what its compression or codec has not sent
             (residuals).
@@ -49,6 +66,8 @@ class Snapshot:
         log_ids: ids of the run log and of the trackers' runs, see `Run`.
     """
 
+    commit: tuple[int, int]
+    place: Place
     data_versions: list[str]
     parent: str | None
     step: int
@@ -69,18 +88,33 @@ class ElasticMemory(State):
 
     Attributes:
         snapshot: newest copy of the run's state; None before the first one.
+        lost_parts: parts of a divided model of which all copies were lost before this round, so that it has no
+            snapshot.
+        has_saved: whether the job has saved a version, from which it continues without a snapshot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         self.snapshot: Snapshot | None = None
+        self.lost_parts: tuple[int, ...] = ()
+        self.has_saved = False
+        self._config = config
+        # The copy of the commit before, while it is not known that all ranks have made the newest one.
+        self._previous: Snapshot | None = None
         self._run: Run | None = None
         self._is_due = False
+
+    @property
+    def config(self) -> TrainConfig:
+        """Settings of the round: without a snapshot, the job continues the newest version that it has saved."""
+        continues = self.snapshot is None and self.has_saved
+        return dataclasses.replace(self._config, resume="auto") if continues else self._config
 
     @contextmanager
     def holding(self, run: Run) -> Iterator[None]:
         """Copy the state of `run` at each commit inside the context (one round); close the run after an error."""
         self._run, self._is_due = run, False
+        first_version = run.checkpoints.version
         try:
             yield
         except HostsUpdatedInterrupt as error:
@@ -88,13 +122,15 @@ class ElasticMemory(State):
             run.close(error)
             report_commits(run)
             assert self.snapshot is not None
-            self.snapshot = dataclasses.replace(self.snapshot, parent=parent_of(run))
+            self.snapshot, self._previous = dataclasses.replace(self.snapshot, parent=parent_of(run)), None
+            error.skip_sync = False  # without a new rank too, ranks get other numbers, and with these other parts
             raise
         except BaseException as error:
             run.close(error)
             raise
         finally:
             self._run = None
+            self.has_saved |= run.checkpoints.version != first_version
 
     def commit_when_due(self, *, is_due: bool) -> None:
         """Commit if it is due; with `--sync`, after the next round of all ranks. Every rank calls this in each step.
@@ -112,30 +148,74 @@ class ElasticMemory(State):
         if self._is_due and (not self._run.config.averages_weights or self._run.optimizer.is_averaged):
             self._is_due = False
             self.commit()
+            self._previous = None  # the check for changes of hosts at its end waits for all ranks
 
     def save(self) -> None:
         """Copy the state of the run to host memory."""
         assert self._run is not None, "a commit is made in a round only"
-        self.snapshot = take_snapshot(self._run)
+        self._previous, self.snapshot = self.snapshot, take_snapshot(self._run)
 
     def restore(self) -> None:
         """Do nothing: the next round loads the snapshot."""
 
     def sync(self) -> None:
-        """Take the snapshot of rank 0, but keep what is this rank's own. Every rank calls this.
+        """Take the newest snapshot of which a copy of each part is left, or none. Every rank calls this.
 
-        These are the residuals of a compression, and with `--sync` the moments and the residuals of a codec.
+        A rank that has a copy of its part keeps it, with what is its own: the residuals of a compression, and with
+        `--sync` the moments and the residuals of a codec. Other ranks get a copy of a rank that has one.
         """
-        own = self.snapshot
-        snapshot: Snapshot | None = self._bcast_object(own)
-        # A rank that was lost in a commit may leave this rank with an older snapshot, which is outdated.
-        if snapshot is not None and own is not None and own.step == snapshot.step:
-            parts = {"compression"} | ({"averaging", "state"} if "averaging" in own.optimizer else set())
-            kept = {part: own.optimizer[part] for part in parts & own.optimizer.keys()}
-            snapshot = dataclasses.replace(snapshot, optimizer={**snapshot.optimizer, **kept})
-        elif snapshot is not None and (outer := _outer_state(snapshot.optimizer)):
-            outer["rank"] = None  # nobody's here: the residuals of rank 0 must not count twice
-        self.snapshot = snapshot
+        layout = read_layout(self._config, hvd.size())
+        places = find_places(layout, has_own_steps=self._config.averages_weights)
+        own = [copy for copy in (self.snapshot, self._previous) if copy is not None]
+        copies = [StateCopy(copy.commit, copy.place) for copy in own]
+        of_ranks = allgather_object((copies, self.has_saved), name="elastic.copies")
+        self.has_saved = any(has_saved for _, has_saved in of_ranks)
+        plan = plan_transfers([copies for copies, _ in of_ranks], places)
+        self.lost_parts, self.snapshot, self._previous = plan.missing, None, None
+        if plan.commit is not None:
+            copy = next((copy for copy in own if copy.commit == plan.commit), None)
+            self.snapshot = dataclasses.replace(_exchange(copy, plan), place=places[hvd.rank()])
+
+
+def _exchange(copy: Snapshot | None, plan: TransferPlan) -> Snapshot:
+    """Return the snapshot of this rank, from its own copy or that of another rank. Every rank calls this."""
+    shared = broadcast_object(None if copy is None else _split(copy)[0], plan.sources[0], "elastic.shared")
+    parts = None if copy is None else _split(copy)[1]
+    for source in sorted(set(plan.sources)):
+        ranks = sorted({source, *(rank for rank, other in enumerate(plan.sources) if other == source)})
+        if len(ranks) > 1:
+            with _process_set(ranks) as process_set:
+                if hvd.rank() in ranks:
+                    sent = broadcast_object(
+                        None if copy is None else _split(copy)[1], source, "elastic.parts", process_set
+                    )
+                    if plan.sources[hvd.rank()] == source:
+                        parts = sent
+    assert parts is not None
+    optimizer = parts["optimizer"]
+    if plan.sources[hvd.rank()] != hvd.rank() and (outer := _outer_state(optimizer)):
+        outer["rank"] = None  # nobody's here: the residuals of the other rank must not count twice
+    if not plan.keeps_moments:
+        optimizer = {**optimizer, "state": {}}
+    return Snapshot(**shared, **{**parts, "optimizer": optimizer})
+
+
+def _split(copy: Snapshot) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes that are equal on all ranks, and those of a place."""
+    values = {field.name: getattr(copy, field.name) for field in dataclasses.fields(copy)}
+    parts = {name: values.pop(name) for name in _OF_PLACE}
+    return values, parts
+
+
+@contextmanager
+def _process_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
+    """Add a process set for the context. Every rank calls this."""
+    if len(ranks) == hvd.size():
+        yield global_process_set
+        return
+    process_set = add_process_set(ranks)
+    yield process_set
+    remove_process_set(process_set)
 
 
 def parent_of(run: Run) -> str | None:
@@ -151,7 +231,11 @@ def take_snapshot(run: Run) -> Snapshot:
         # Ranks change between rounds, so only the process may identify whose residuals these are. If the number of
         # the rank did too, one residual could be applied on two ranks.
         optimizer["compression"]["rank"] = None
+    rendezvous = current_rendezvous()
+    assignment = None if rendezvous is None else rendezvous.assignment
     return Snapshot(
+        commit=(0 if assignment is None else assignment.round_number, run.step),
+        place=find_places(run.layout, has_own_steps=run.config.averages_weights)[hvd.rank()],
         data_versions=[split.dataset for split in splits_of(run.loader.split)],
         parent=parent_of(run),
         step=run.step,
@@ -171,7 +255,8 @@ def take_snapshot(run: Run) -> Snapshot:
 def load_snapshot(run: Run, snapshot: Snapshot) -> None:
     """Load a snapshot into a run that was just built, and seed the rank's generators for the steps after it."""
     run.loader.load_state_dict(copy.deepcopy(dict(snapshot.loader)))
-    run.model.load_state_dict(snapshot.model)
+    own = run.model.state_dict()
+    run.model.load_state_dict({name: from_local(value, own[name]) for name, value in snapshot.model.items()})
     # Copied, because the optimizer keeps the tensors that it loads, and a later round may load the snapshot again.
     optimizer = copy_to_host(snapshot.optimizer)
     if (outer := _outer_state(optimizer)) and outer["rank"] is not None:
@@ -179,13 +264,17 @@ def load_snapshot(run: Run, snapshot: Snapshot) -> None:
     load_optimizer(run.optimizer, optimizer)
     load_loss_scale(run.loss_scale, snapshot.loss_scale)
     if run.average is not None and snapshot.average is not None:
-        run.average.load_state_dict(snapshot.average)
+        own = run.average.state_dict()["averages"]
+        averages = {name: from_local(value, own[name]) for name, value in snapshot.average["averages"].items()}
+        run.average.load_state_dict({**snapshot.average, "averages": averages})
     run.average_statistics = copy_to_host(snapshot.average_statistics)
     run.stop.load_state_dict(snapshot.early_stop)
     run.step, run.metrics, run.log_ids = snapshot.step, dict(snapshot.metrics), dict(snapshot.log_ids)
     run.parent = snapshot.parent
     # The random states of lost ranks are lost too. The step is part of the seed: no random numbers are repeated.
-    random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
+    # Ranks of the axis `tensor` must draw equal numbers.
+    rank = hvd.rank() // run.layout.tensor
+    random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step))
 
 
 def _outer_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,9 +283,9 @@ def _outer_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_to_host(tree: Any) -> Any:
-    """Return a copy of a state tree whose tensors are on the CPU."""
+    """Return a copy of a state tree on the CPU, with the parts of tensors that this rank stores."""
     if isinstance(tree, torch.Tensor):
-        return tree.detach().to("cpu", copy=True)
+        return to_local(tree.detach()).to("cpu", copy=True)
     if isinstance(tree, Mapping):
         return {key: copy_to_host(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

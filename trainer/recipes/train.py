@@ -22,9 +22,9 @@ from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.build import set_rate
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
-from datasvc.trainer.recipes.choose_layout import choose_layout, read_block_tokens
+from datasvc.trainer.recipes.choose_layout import choose_layout, count_replica_ranks, read_block_tokens
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
-from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
+from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks, watching_round
 from datasvc.trainer.recipes.mean_weights import using_mean_weights
 from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.precision import autocast
@@ -43,6 +43,7 @@ from datasvc.trainer.recipes.tasks.batch_statistics import (
 )
 from datasvc.trainer.recipes.tasks.task import evaluate
 from datasvc.trainer.recipes.update import update
+from datasvc.trainer.rendezvous.rendezvous import open_rendezvous
 
 
 def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
@@ -51,9 +52,10 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
     With `forget`, whose start `config` continues, the samples of the plan are masked.
 
     Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
-    Rank 0 also reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed` (for a
-    checkpoint; the run continues), `tournament` (a round), `not_finite`, `profile`, and finally `end`, or `stopped`
-    if a signal ended the run.
+    Rank 0 also reports `state_lost` if the ranks that had a part of a divided model are all lost, and the run
+    continues a version. It reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed`
+    (for a checkpoint; the run continues), `tournament` (a round), `not_finite`, `profile`, and finally `end`, or
+    `stopped` if a signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
@@ -61,8 +63,9 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         NotFiniteError: the training has diverged, and the settings have `stop_on_nan`.
         HorovodInternalError: a rank died, or submitted other operations than the other ranks. An elastic run
-            continues with the other ranks. With a layout of other axes than data, a rank that does not leave its
-            collectives then ends its process, and so does one that has not called `hvd.shutdown` 30 s later.
+            continues with the other ranks. In another one, with a layout of other axes than data, a rank that does
+            not leave its collectives then ends its process, and so does one that has not called `hvd.shutdown` 30 s
+            later.
     """
     if config.uses_servers:
         raise ConfigError(
@@ -74,9 +77,15 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
     smoke = read_smoke(os.environ, size)
     if smoke is not None:
         config = plan_smoke_config(config, smoke, size)
+    rendezvous = open_rendezvous(os.environ) if config.elastic else None
+    if rendezvous is not None:
+        # The launcher forms rounds of whole replicas, and says so if there is none.
+        multiple = rendezvous.multiple = count_replica_ranks(config)
+        size = max(size - size % multiple, multiple)
     layout = choose_layout(config, size, block=read_block_tokens(config, size))
     hvd.init()
-    watch = None if layout.is_data_only else LostRankWatch(lost_after_s=config.lost_after)
+    # An elastic run has one in each round.
+    watch = None if layout.is_data_only or config.elastic else LostRankWatch(lost_after_s=config.lost_after)
     events = LoggedEvents(choose_events(sys.stdout))
     if config.elastic and not runtime.is_elastic() and hvd.rank() == 0:
         sys.stderr.write(
@@ -132,11 +141,14 @@ def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetP
     """Train in rounds, between which ranks may be lost and join; return the run of the last round, closed."""
 
     def train_round(memory: ElasticMemory) -> Run:
-        with reporting_lost_ranks():
-            check_job(config, has_begun=memory.snapshot is not None)  # in each round, because ranks join
+        with watching_round(config) as watch, reporting_lost_ranks(), explaining_lost_ranks(watch):
+            # In each round, because ranks join.
+            check_job(config, has_begun=memory.snapshot is not None or memory.has_saved)
             # A round without a snapshot starts from the same random weights as the first one.
             random_state.seed_all(config.seed)
-            run = start(config, events, memory.snapshot, forget=forget)
+            run = start(memory.config, events, memory.snapshot, forget=forget)
+            if memory.lost_parts and hvd.rank() == 0:
+                events.report("state_lost", parts=list(memory.lost_parts), step=run.step, version=run.version)
             events.report("round", rank=hvd.rank(), size=hvd.size(), step=run.step, sync_s=memory.sync_s)
             with memory.holding(run):
                 if memory.snapshot is not None and run.is_over:
@@ -148,7 +160,7 @@ def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetP
                     train_to_end(run, memory)
         return run
 
-    run: Run = hvd.elastic.run(train_round)(ElasticMemory())
+    run: Run = hvd.elastic.run(train_round)(ElasticMemory(config))
     return run
 
 

@@ -106,6 +106,17 @@ class Rendezvous:
         )
         return self._round_store
 
+    def watched_store(self, environ: Mapping[str, str]) -> RoundStore:
+        """Return the store of the current round, over a new connection for a thread that watches other members."""
+        assert self.assignment is not None, "a round has begun"
+        number = self.assignment.round_number
+        return RoundStore(
+            connect(environ),
+            prefix=f"trainer/{number}/watch",
+            broken_key=messages.broken_key(number),
+            timeout_s=_CONNECT_TIMEOUT_S,
+        )
+
     @contextlib.contextmanager
     def notifying(self, listener: Listener) -> Iterator[None]:
         """Notify a listener of each change of hosts inside the block.
@@ -277,6 +288,10 @@ class RoundStore(Store):
         self._prefixed_store = PrefixStore(prefix, store)
         self._broken_key = broken_key
         self._timeout = dt.timedelta(seconds=timeout_s)
+
+    def find_broken(self) -> str:
+        """Return which member of the round is lost, as the launcher reports it; empty if none is."""
+        return self._store.get(self._broken_key).decode() if self._store.check([self._broken_key]) else ""
 
     def set(self, key: str, value: str) -> None:
         """Set the value of a key."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import weakref
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ from datasvc.trainer.elastic import (
     StateHandler,
     TorchState,
     get_handler_registry,
+    run_loop,
     set_handler_registry,
 )
 from datasvc.trainer.env.environment import RankPlacement
+from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.messages import RankAssignment
 from datasvc.trainer.rendezvous.rendezvous import RoundStore
 from tests.support.pages import find_page
@@ -598,3 +601,30 @@ def test_a_loader_whose_rank_and_size_stay_is_kept_within_a_round_but_set_back(p
     assert inner.position == 0
     with pytest.raises(AttributeError):
         _ = state.loader.nonsense
+
+
+def test_what_a_failed_training_function_had_is_deleted_before_the_next_round():
+    """A process group among it keeps connections, in which other ranks may wait for this one."""
+    groups, left = [], []
+
+    class Group:
+        def __init__(self):
+            self.cycle = self
+
+    def train_step():
+        group = Group()
+        groups.append(weakref.ref(group))
+        raise HorovodInternalError("a rank was lost")
+
+    def reset():
+        left.extend(group() for group in groups)
+
+    def train(_state):
+        if not left:
+            try:
+                train_step()
+            except HorovodInternalError as error:
+                raise HorovodInternalError("explained") from error
+
+    run_loop.run(train, reset)(ObjectState(step=0))
+    assert left == [None]

@@ -1,6 +1,7 @@
 """Rounds of an elastic run in one process; tests/distributed/test_recipe_elastic.py kills real ranks."""
 
 import contextlib
+import dataclasses
 import json
 import sys
 
@@ -19,6 +20,7 @@ from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.trainer.job import runtime as hvd_runtime
 from datasvc.trainer.optim import optimizer as optimizers
+from datasvc.trainer.recipes import elastic_memory
 from datasvc.trainer.recipes import train as training
 from datasvc.trainer.recipes.elastic_memory import (
     ElasticMemory,
@@ -27,6 +29,7 @@ from datasvc.trainer.recipes.elastic_memory import (
     reporting_lost_ranks,
     take_snapshot,
 )
+from datasvc.trainer.recipes.layouts.places import Place, StateCopy
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents
@@ -228,17 +231,37 @@ def test_the_residuals_of_a_snapshot_are_loaded_only_in_the_process_that_took_it
     assert not residuals_of(compressed)
 
 
+def sync_as_rank_1(memory, of_rank_0, monkeypatch):
+    """Synchronize with a rank 0 that has this snapshot, and what it sends."""
+    parts = {"place", "model", "average_statistics", "optimizer", "average"}
+    fields = {field.name: getattr(of_rank_0, field.name) for field in dataclasses.fields(of_rank_0)}
+
+    def broadcast(value, source, name, *_process_set):
+        sent = {key: each for key, each in fields.items() if (key in parts) == (name == "elastic.parts")}
+        return value if source == 1 else sent
+
+    copy = StateCopy(of_rank_0.commit, dataclasses.replace(of_rank_0.place, replica=0))
+    if memory.config.averages_weights:
+        memory.snapshot = dataclasses.replace(memory.snapshot, place=Place(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd, "size", lambda: 2)
+        patch.setattr(hvd, "rank", lambda: 1)
+        patch.setattr(elastic_memory, "allgather_object", lambda own, name: [([copy], True), own])
+        patch.setattr(elastic_memory, "broadcast_object", broadcast)
+        memory.sync()
+    assert memory.has_saved
+
+
 @pytest.mark.parametrize(("step", "kept"), [(0, [1.0]), (3, [])])
-def test_a_rank_keeps_its_own_residuals_if_rank_0_has_the_same_step(compressed, monkeypatch, step, kept):
-    memory = ElasticMemory()
+def test_a_rank_keeps_its_own_residuals_if_it_has_a_copy_of_the_newest_commit(compressed, monkeypatch, step, kept):
+    memory = ElasticMemory(compressed.config)
     memory.snapshot = take_snapshot(compressed)
     compressed.step = step
     residuals_of(compressed)[0].fill_(2)
     with monkeypatch.context() as patch:
         patch.setattr(optimizers, "_process_token", "rank 0")
         of_rank_0 = take_snapshot(compressed)
-    memory._bcast_object = lambda _snapshot: of_rank_0
-    memory.sync()
+    sync_as_rank_1(memory, of_rank_0, monkeypatch)
     load_snapshot(compressed, memory.snapshot)
     assert [float(residual.max()) for residual in residuals_of(compressed)] == kept
 
@@ -264,16 +287,15 @@ def averaging(repository):
 
 
 @pytest.mark.parametrize(("step", "own"), [(1, True), (3, False)])
-def test_a_rank_keeps_its_own_moments_and_residuals_if_rank_0_has_the_same_step(averaging, step, own):
-    averaging.step, memory = 1, ElasticMemory()
+def test_a_rank_keeps_its_own_moments_if_it_has_a_copy_of_the_newest_commit(averaging, monkeypatch, step, own):
+    averaging.step, memory = 1, ElasticMemory(averaging.config)
     memory.snapshot = take_snapshot(averaging)
     averaging.step = step
     for state in averaging.optimizer.state.values():
         state["momentum_buffer"].fill_(2)
     averaging.optimizer._outer._memory[0]["residual"].fill_(2)
     of_rank_0 = take_snapshot(averaging)
-    memory._bcast_object = lambda _snapshot: of_rank_0
-    memory.sync()
+    sync_as_rank_1(memory, of_rank_0, monkeypatch)
     # This rank had another number when it took its copy.
     if own:
         memory.snapshot.optimizer["averaging"]["outer"]["rank"] = 5
@@ -285,7 +307,7 @@ def test_a_rank_keeps_its_own_moments_and_residuals_if_rank_0_has_the_same_step(
 
 
 def test_between_rounds_a_rank_finds_that_another_is_lost(averaging, monkeypatch):
-    memory = ElasticMemory()
+    memory = ElasticMemory(averaging.config)
     monkeypatch.setattr(averaging, "close", lambda _error: None)
     with pytest.raises(hvd.HorovodInternalError, match="rank 7 is gone"), memory.holding(averaging):
         memory.commit_when_due(is_due=False)

@@ -198,7 +198,7 @@ def order_workers(workers: Sequence[Worker], multiple: int = 1) -> list[Worker]:
     Workers with equal states keep the order of their old ranks, and new workers come last.
 
     With a `multiple` above 1, so many consecutive ranks have one replica of a model together, each a part of it, and
-    the program finds the newest state of each part. Replicas of which all ranks are left come first. The other workers
+    the program finds the newest state of each part. Replicas of which all ranks are left come first. Other workers
     keep their places inside a replica if they can, so that few parts are copied.
     """
     # `serial` is the number of the worker's committed state: the highest one is the newest state.

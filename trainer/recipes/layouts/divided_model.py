@@ -59,7 +59,7 @@ class DividedModel:
         tied_name: name of these weights.
         exchanges_heads: whether ranks of the axis `tensor` exchange queries, keys and values.
         replica_set: ranks that make each step together: all, or those of this replica.
-        place_set: ranks at the same place in each replica, which average their weights; None without replicas.
+        place_set: ranks at the same place in each replica, which average their weights; None if none do.
         parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
     """
 
@@ -203,6 +203,7 @@ def apply_layout(
     device: torch.device,
     num_micro_batches: int = 1,
     block: int | None = None,
+    averages_weights: bool = False,
 ) -> DividedModel:
     """Divide a model over all ranks. Every rank calls this; the default process group must exist.
 
@@ -214,10 +215,11 @@ def apply_layout(
         device: device of this rank.
         num_micro_batches: equal parts into which a pipeline divides each batch.
         block: tokens of a sample; only for the axis `context`.
+        averages_weights: whether replicas average their weights, also if an elastic job has only one replica now.
     """
     plan = plan_layout(layout)
     divided = DividedModel(layout, plan.ranks[rank], model, [model])
-    if layout.replica > 1:
+    if averages_weights:
         divided.replica_set = add_process_sets(_ranks_of_replicas(plan))
         divided.place_set = add_process_sets({each.peers["replica"] for each in plan.ranks})
     shape = (layout.replica, layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)

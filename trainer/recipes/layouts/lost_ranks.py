@@ -6,11 +6,15 @@ watches the store of the job. It counts there as long as it runs, and looks whet
 rank that fails, or that misses the counts of the next one, asks all ranks in the store; the lost ones do not answer.
 
 Only changes of a count are compared, by the clock of the rank that looks: clocks of machines differ.
+
+In an elastic job, the launcher sees the end of a process at once, and each rank looks whether it has. A report then
+ends the round, and the ranks continue with those that are left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -21,13 +25,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 
 import datasvc.trainer as hvd
 from datasvc.errors import DatasvcError
 from datasvc.models.saving.rank_channel import LostRankError
-from datasvc.planning.layout import LOST_AFTER_S
+from datasvc.planning.layout import LOST_AFTER_S, replica_size_of
 from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.rendezvous.rendezvous import RoundStore, current_rendezvous
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,6 +44,8 @@ _POLL_S: Final = 0.5  # between two counts and looks of a rank
 _ANSWER_S: Final = 2.5
 _LEAVE_S: Final = 3.0  # time in which the main thread leaves its collectives after a report
 _UNWIND_S: Final = 30.0  # time in which it has then closed what it uses, and has ended
+# In an elastic job this rank is not lost yet: it may be computing, and leaves at its next collective.
+_ELASTIC_LEAVE_S: Final = 30.0
 # A store that does not answer for so many times `lost_after_s` is lost. It may be that of a launcher that a user has
 # suspended, so wait longer than for a rank.
 _STORE_FACTOR: Final = 10
@@ -73,16 +81,27 @@ class LostRankWatch:
 
     Args:
         lost_after_s: seconds without a sign of life after which a rank is asked whether it runs.
+        store: store of the round of an elastic job, over a connection of its own; None: the job is not elastic.
         end: called if the main thread does not leave its collectives after a report, or leaves them by an error and
             then does not end; default: end the process.
     """
 
-    def __init__(self, *, lost_after_s: float = LOST_AFTER_S, end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lost_after_s: float = LOST_AFTER_S,
+        store: RoundStore | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
         self._rank, self._size = hvd.rank(), hvd.size()
         self._lost_after_s = lost_after_s
         self._end = end or self._end_process
         # A connection of its own: the main thread may wait in the other one.
-        self._store: Store = cast("Any", _get_default_store()).clone()
+        self._store: Store = cast("Any", _get_default_store()).clone() if store is None else store
+        self._find_broken: Callable[[], str] = (lambda: "") if store is None else store.find_broken
+        self._leave_s = _LEAVE_S if store is None else _ELASTIC_LEAVE_S
+        again = "start the job again: it continues its newest version, also with another layout"
+        self._remedy = again if store is None else "the job continues with the ranks that are left"
         self._wake, self._closed, self._failed = threading.Event(), threading.Event(), threading.Event()
         self._found, self._left = threading.Event(), threading.Event()
         self._reporting = threading.Lock()
@@ -108,6 +127,11 @@ class LostRankWatch:
         self._explained = HorovodInternalError(f"{self._message or 'a rank failed or was lost'} ({error})")
         return self._explained
 
+    @property
+    def has_found(self) -> bool:
+        """Whether ranks were reported lost, so that this rank's collectives fail."""
+        return self._found.is_set()
+
     def leave(self) -> None:
         """Note that the main thread has left its collectives, by an error: it ends this process itself."""
         self._left.set()
@@ -128,6 +152,9 @@ class LostRankWatch:
         try:
             while not self._is_over:
                 self._pulse()
+                if broken := self._find_broken():
+                    self._report(broken)
+                    break
                 value = self._store.get(_beat_key(next_rank)) if self._store.check([_beat_key(next_rank)]) else b""
                 silent_s = silence.look(value, time.monotonic())
                 reason = _FAILURE if self._failed.is_set() else ""
@@ -182,12 +209,9 @@ class LostRankWatch:
         if lost:
             ranks = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
             silence = f", without a sign of life for {self._lost_after_s:g} s" if reason == _SILENCE else ""
-            self._report(
-                f"{ranks} lost, of {self._size}{silence}: read the output there, and start the job again: it "
-                "continues its newest version, also with another layout"
-            )
+            self._report(f"{ranks} lost, of {self._size}{silence}: read the output there, and {self._remedy}")
         elif reason == _FAILURE:
-            self._report("a connection was lost, and all ranks run: start the job again")
+            self._report(f"a connection was lost, and all ranks run: {self._remedy}")
         else:
             _LOG.info("rank %s missed signs of life of the next rank, which runs", asker)
 
@@ -223,7 +247,7 @@ class LostRankWatch:
             with contextlib.suppress(RuntimeError):
                 group.abort()
         has_ended = False
-        if self._left.wait(_LEAVE_S):
+        if self._left.wait(self._leave_s):
             # What it closes may wait too, such as a save that another rank has a part of.
             has_ended = self._closed.wait(_UNWIND_S) or not hvd.is_initialized()
         if not (has_ended or self._closed.is_set()):
@@ -252,12 +276,47 @@ def explaining_lost_ranks(watch: LostRankWatch | None) -> Iterator[None]:
     except BaseException as error:
         if watch is not None:
             watch.leave()
-        if watch is None or not isinstance(error, RuntimeError | DatasvcError) or not is_lost_connection(error):
+        if watch is None or not isinstance(error, RuntimeError | DatasvcError):
+            raise
+        if not (watch.has_found or is_lost_connection(error)):
             raise
         explained = watch.explain(error)
         if explained is error:
             raise
         raise explained from error
+
+
+@contextlib.contextmanager
+def watching_round(config: Any) -> Iterator[LostRankWatch | None]:
+    """Watch the ranks of a round of an elastic run, in the context; None if each has the whole model.
+
+    Its collectives then fail with those of the engine, which finds lost ranks itself. Every rank calls this, after
+    the rendezvous. `config` has the settings of the run, a `TrainConfig`.
+    """
+    rendezvous = current_rendezvous()
+    if config.layout is None or replica_size_of(config.layout) == 1:
+        yield None
+        return
+    store = None if rendezvous is None else rendezvous.watched_store(os.environ)
+    watch = LostRankWatch(lost_after_s=config.lost_after, store=store)
+    try:
+        yield watch
+    except BaseException:
+        _drop_groups()
+        raise
+    finally:
+        watch.close()
+
+
+def _drop_groups() -> None:
+    """Delete the process groups that torch's meshes keep, so that other ranks do not wait for this one in them.
+
+    DTensor caches plans with meshes for the whole process. A mesh finds its groups by their names, in a later round
+    those of that round; torch keeps the objects for compiled graphs only.
+    """
+    for mesh in gc.get_objects():
+        if isinstance(mesh, DeviceMesh):
+            cast("Any", mesh)._pg_registry.clear()  # noqa: SLF001 - torch has no method for it
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -10,9 +10,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from datasvc.trainer.recipes.layouts.shard import to_local
+from datasvc.trainer.recipes.layouts.shard import from_local
 
 
 class LayoutOptimizer:
@@ -116,27 +115,9 @@ class LayoutOptimizer:
             # JSON has no numbers as keys, so a state from a checkpoint may have strings.
             saved = state["state"].get(number, state["state"].get(str(number)))
             if saved is not None:
-                self._states[parameter] = {name: _as_part(value, parameter) for name, value in saved.items()}
+                self._states[parameter] = {name: from_local(value, parameter) for name, value in saved.items()}
         for group, saved_group in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
-
-
-def _as_part(value: Any, parameter: torch.Tensor) -> Any:
-    """Return a value of the state of a parameter; as a sharded tensor, if it has the shape of the local part."""
-    if not torch.is_tensor(value) or isinstance(value, DTensor) or not value.dim():
-        return value
-    part = to_local(parameter)
-    value = value.to(part.device)  # a rank's own state is restored to the host
-    if not isinstance(parameter, DTensor) or value.shape != part.shape:
-        return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 class AveragingLayoutOptimizer(LayoutOptimizer):

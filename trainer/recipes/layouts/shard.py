@@ -124,3 +124,19 @@ class DiscardedStatistics:
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank stores, as a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def from_local(value: Any, like: torch.Tensor) -> Any:
+    """Return a value of the weights or the state of `like`; as a sharded tensor, if it is the local part of one.
+
+    It is not copied, unless it is on another device.
+    """
+    if not torch.is_tensor(value) or isinstance(value, DTensor) or not value.dim():
+        return value
+    part = to_local(like)
+    value = value.to(part.device)
+    if not isinstance(like, DTensor) or value.shape != part.shape:
+        return value
+    return DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

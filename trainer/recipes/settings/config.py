@@ -149,13 +149,11 @@ class TrainConfig(
                 f"optimizer is {self.optimizer!r}{' with nesterov' if self.nesterov else ''}; give --optimizer sgd "
                 "without --nesterov, or --compression topk"
             )
-        if self.elastic and self.layout is not None:
-            only_data = parse_sizes(self.layout).keys() <= {"data", "replica"}
-            reason = "has a fixed number of ranks" if only_data else "can lose a part of the model with a rank"
+        if self.elastic and self.layout is not None and parse_sizes(self.layout).get("pipeline", 1) > 1:
+            # The axis `data` is inside of `pipeline`, so a replica is no range of ranks, which the launcher needs.
             raise ConfigError(
-                f"layout is {self.layout!r}, which {reason}, and the ranks of an elastic run change. Leave out "
-                "--layout, or leave out --elastic: after a failure start the run again, with a layout of the ranks "
-                "that are there; it continues the newest version at any layout"
+                f"layout is {self.layout!r}, whose axis pipeline does not go with an elastic run, because its "
+                "replicas are no consecutive ranks; use the axes shard, tensor and context, or leave out --elastic"
             )
         if self.elastic and self.combines_steps:
             raise ConfigError(

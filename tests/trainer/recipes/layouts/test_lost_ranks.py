@@ -68,10 +68,10 @@ def watch(monkeypatch):
     monkeypatch.setattr(lost_ranks, "_world", SimpleNamespace(pg_map={}))
     watches, ended = [], queue.Queue()
 
-    def start(store, rank, lost_after_s=0.3, kind=LostRankWatch):
+    def start(store, rank, lost_after_s=0.3, kind=LostRankWatch, round_store=None):
         monkeypatch.setattr(lost_ranks, "_get_default_store", lambda: store)
         monkeypatch.setattr(hvd, "rank", lambda: rank)
-        watches.append(kind(lost_after_s=lost_after_s, end=lambda: ended.put(rank)))
+        watches.append(kind(lost_after_s=lost_after_s, store=round_store, end=lambda: ended.put(rank)))
         return watches[-1]
 
     start.ended = ended
@@ -215,7 +215,9 @@ def run(monkeypatch):
         monkeypatch.setattr(train, "end_epoch", end_epoch)
         loader = SimpleNamespace(state_dict=lambda: {"epoch": 0}, epoch=1)
         watch = SimpleNamespace(
-            explain=lambda found: hvd.HorovodInternalError(f"rank 2 was lost ({found})"), leave=lambda: None
+            explain=lambda found: hvd.HorovodInternalError(f"rank 2 was lost ({found})"),
+            leave=lambda: None,
+            has_found=False,
         )
         run = SimpleNamespace(loader=loader, is_over=False, checkpoints=contextlib.nullcontext())
         train.train_to_end(run, watch=watch)
@@ -253,3 +255,19 @@ def test_contexts_that_are_nested_explain_an_error_once(watch):
     ):
         raise RuntimeError("gloo: closed")
     assert str(caught.value).count("were lost") == 1
+
+
+class RoundStore(SharedStore):
+    """A store of a round of an elastic job, whose launcher has seen the end of a process."""
+
+    def find_broken(self):
+        return "rank 2, worker a:2:2 has exited"
+
+
+def test_a_loss_that_the_launcher_reports_ends_the_collectives_of_a_round_and_no_process(watch):
+    waiting = watch(None, 0, lost_after_s=1e6, round_store=RoundStore())
+    with pytest.raises(hvd.HorovodInternalError, match="rank 2, worker a:2:2 has exited"):  # noqa: SIM117
+        with explaining_lost_ranks(waiting):
+            assert waiting._found.wait(60.0)
+            raise RuntimeError("the group was aborted")
+    assert watch.ended.empty()

@@ -1,0 +1,178 @@
+"""`--elastic --layout`: a lost rank takes its replica out, and whole replicas continue with parts of the others."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import datasvc
+from tests.distributed.elastic_jobs import ListedHosts
+from tests.distributed.test_layout_resumes import url
+from tests.distributed.test_recipe_elastic import audit
+from tests.support import warm_python
+
+__all__ = ["url"]
+
+ROOT = Path(__file__).parents[2]
+STEPS_PER_EPOCH = 8  # of 12 of the 96 blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# The training program, but for workers that kill themselves after the forward pass of a step, all those of one step
+# together. If `hosts` names a file, the job of fewer ranks adds a host, and waits for its worker in the given step.
+PROGRAM = """
+import json, os, pathlib, signal, time
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes import train as training
+from datasvc.trainer.rendezvous.rendezvous import current_rendezvous
+
+SCENARIO = json.loads(os.environ["SCENARIO"])
+folder = pathlib.Path(SCENARIO["folder"])
+number = int(os.environ.get("TRAINER_ELASTIC_WORKER", "localhost:0:0").rpartition(":")[2])
+
+def wait_until(function):
+    while not function():
+        time.sleep(0.01)
+
+def die(victims, step):
+    (folder / f"{step}-{number}").touch()
+    wait_until(lambda: all((folder / f"{step}-{victim}").exists() for victim in victims))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+real_update = training.update
+def update(run, batch, mark):
+    for step, victims in SCENARIO["kills"]:
+        if run.step == step and number in victims:
+            run.model.register_forward_hook(lambda *_, known=(victims, step): die(*known))
+    if [run.step, hvd.size()] == SCENARIO["returns"]:
+        if hvd.rank() == 0:
+            (folder / "new").write_text("localhost:6\\n127.0.0.1:1\\n")
+            (folder / "new").replace(folder / "hosts")
+        rendezvous = current_rendezvous()
+        wait_until(lambda: rendezvous._notice.number > rendezvous.assignment.notice)
+    return real_update(run, batch, mark)
+training.update = update
+
+from datasvc.trainer.__main__ import main
+main()
+"""
+
+
+class Jobs:
+    def __init__(self, url, folder):
+        self.url, self.folder = url, folder
+
+    def run(self, name, layout, *words, ranks, options=(), kills=(), returns=None):
+        """Run the program; return its events, of all ranks."""
+        # fmt: off
+        command = [
+            sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), *options, "--no-prefix",
+            warm_python.command(), "-c", PROGRAM, "--data", "tokens@1", "--repo", self.url, "--name", name,
+            "--model", "gpt", "--model-option", "layers=2", "heads=4", "width=32", "dropout=0.0", "context=8",
+            "--vocabulary", "29", "--global-batch", "12", "--optimizer", "sgd", "--momentum", "0",
+            "--learning-rate", "0.1", "--schedule", "constant", "--warmup-epochs", "0", "--checkpoint-every", "1000",
+            "--report-every", "1", "--lost-after", "120", "--layout", layout, *words,
+        ]
+        # fmt: on
+        scenario = {"folder": str(self.folder), "kills": kills, "returns": returns}
+        environment = {
+            **os.environ,
+            "SCENARIO": json.dumps(scenario),
+            "OMP_NUM_THREADS": "1",
+            "HVD_DISCOVERY_INTERVAL": "0.1",
+        }
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        self.errors = done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    def weights(self, ref):
+        return datasvc.open(self.url).models.restore(ref).state["model"]
+
+
+@pytest.fixture
+def jobs(url, tmp_path):
+    return Jobs(url, tmp_path)
+
+
+def rounds(events):
+    """Size and step of each round, as rank 0 reports them."""
+    return [(each["size"], each["step"]) for each in events if each["event"] == "round" and each["rank"] == 0]
+
+
+def losses(events):
+    return {each["step"]: each["loss"] for each in events if each["event"] == "step"}
+
+
+def check_audit(folder):
+    status, report = audit(folder)
+    assert status == 0, report
+
+
+def test_two_replicas_are_lost_and_one_comes_back_and_each_sample_is_consumed_once(jobs, tmp_path):
+    hosts = ListedHosts(tmp_path, "localhost:6")
+    words = ("--sync", "diloco:4", "--epochs", "5", "--optimizer", "adamw", "--learning-rate", "0.003")
+    undisturbed = jobs.run("undisturbed", "replica=3,shard=2", *words, ranks=6)
+    events = jobs.run(
+        "changing",
+        "replica=3,shard=2",
+        *(*words, "--elastic", "--commit-every", "1", "--ledger", str(tmp_path / "ledger")),
+        ranks=6,
+        options=(*hosts.options, "--min-num-proc", "2"),
+        kills=[(10, [2]), (29, [5])],
+        returns=[17, 4],
+    )
+    assert rounds(events) == [(6, 0), (4, 8), (6, 20), (4, 28)]
+    check_audit(tmp_path / "ledger")
+    found, expected = losses(events), losses(undisturbed)
+    assert sorted(found) == sorted(expected) == list(range(1, 5 * STEPS_PER_EPOCH + 1))
+    assert all(loss < 4.0 for loss in found.values())
+    assert found[40] == pytest.approx(expected[40], rel=0.2)
+
+
+def test_ranks_that_make_each_step_together_train_as_those_of_the_axis_data(jobs):
+    jobs.run("data", "data=3,shard=2", "--epochs", "1", ranks=6)
+    jobs.run("replicas", "replica=3,shard=2", "--epochs", "1", "--elastic", ranks=6, options=("--min-num-proc", "2"))
+    found, expected = jobs.weights("replicas"), jobs.weights("data")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
+
+
+def test_without_a_lost_replica_the_others_have_the_bits_of_a_job_that_continues_the_last_round(jobs):
+    """A rank of the second replica is killed in step 11. The other two go on from step 8, the end of a round."""
+    words = ("--sync", "local:4", "--epochs", "2")
+    events = jobs.run(
+        "elastic",
+        "replica=3,shard=2",
+        *(*words, "--elastic", "--commit-every", "1"),
+        ranks=6,
+        options=("--min-num-proc", "4"),
+        kills=[(10, [3])],
+    )
+    assert rounds(events) == [(6, 0), (4, 8)]
+    assert "4 ranks train, and 1 more waits for others: a replica of the model needs 2" in jobs.errors
+    jobs.run("begun", "replica=3,shard=2", *words, "--max-steps", "8", ranks=6)
+    jobs.run("begun", "replica=2,shard=2", *words, ranks=4)
+    found, expected = jobs.weights("elastic"), jobs.weights("begun")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_part_that_no_rank_has_any_more_is_taken_from_the_newest_version(jobs, tmp_path):
+    events = jobs.run(
+        "restored",
+        "replica=2,shard=2",
+        *("--epochs", "2", "--elastic", "--commit-every", "2", "--checkpoint-every", "4", "--resume", "never"),
+        *("--ledger", str(tmp_path / "ledger")),
+        ranks=4,
+        options=("--min-num-proc", "2"),
+        kills=[(7, [1, 3])],
+    )
+    assert rounds(events) == [(4, 0), (2, 4)]
+    (lost,) = [each for each in events if each["event"] == "state_lost"]
+    assert (lost["parts"], lost["step"], lost["version"]) == ([1], 4, "restored@1")
+    check_audit(tmp_path / "ledger")
+    assert datasvc.open(jobs.url).models.restore("restored").entry["step"] == 2 * STEPS_PER_EPOCH
