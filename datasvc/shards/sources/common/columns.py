@@ -381,8 +381,10 @@ def _sample_field(
     field_type = sample_type(raw.type)
     if is_blob(field_type):
         column = None if first is None else first.column(raw.name)
-        head = None if column is None else _first_bytes(column)
         nullable = raw.nullable and column is not None and column.null_count > 0
+        # The first value is read only if the format defines nothing: it may be a sample that does not decode.
+        is_defined = raw.name in images or raw.name in sounds
+        head = None if is_defined or column is None else _first_bytes(column)
         if raw.name in images or looks_like_image(head):
             return image_field(raw.name, nullable=nullable)
         # An MP3 without a tag starts with 11 bits, which other blobs may start with too.
