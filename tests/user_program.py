@@ -85,7 +85,8 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert len(repo.dataset("pets@1")["train"]) == 20
     assert repo.dataset("pets@1")["train"].to_arrow(["key"], num_samples=5).num_rows == 5
     assert repo.gc(grace_s=0, no_writers=True, dry_run=True).dry_run
-    assert repo.datasets.attach(str(folder / "tars"), "in-place", source_options=SourceOptions(format="webdataset")).num_samples
+    options = SourceOptions(format="webdataset", split="val")
+    assert repo.datasets.attach(str(folder / "tars"), "in-place", source_options=options).num_samples == {"val": 6}
     again = datasvc.ingest(str(images), "again", repo=str(folder / "repo"), keep_order=True)
     assert again.num_samples == {"train": 20, "val": 6}
 
