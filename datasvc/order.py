@@ -436,6 +436,11 @@ class Step:
     num_samples: int
 
     @property
+    def position(self) -> int:
+        """Position in the epoch before this step."""
+        return self.start
+
+    @property
     def next_position(self) -> int:
         """Position in the epoch after this step."""
         return min(self.stop, self.num_samples)

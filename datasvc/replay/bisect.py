@@ -94,6 +94,11 @@ def plan_bisect(repository: Repository, ref: str, step: int, metric: str = "loss
     if spike == usual:
         raise ConfigError(f"{metric} of step {step} is {spike:g}, as before it: there is nothing to search for")
     batch = batch_at(repository, ref, step)
+    if batch.step.batches is not None:
+        raise ConfigError(
+            f"the run had --leases in step {step}, and a short run of one process has other steps: search with "
+            "datasvc.replay.bisect.find_sample and runs of your own, or in a run without --leases"
+        )
     if (batch.is_masked | batch.is_purged).all():
         raise ConfigError(f"the run has skipped step {step}, or its samples were purged: no sample is left to name")
     return BisectPlan(batch, _version_before(repository, batch.step.version, step), metric, usual, spike)

@@ -26,7 +26,7 @@ from datasvc.loaders import (
     TokenLoader,
 )
 from datasvc.loaders.augment.objects import parse_objects
-from datasvc.loaders.core.batches import Cursor, SampleBatches
+from datasvc.loaders.core.batches import BatchPositions, Cursor, SampleBatches
 from datasvc.loaders.core.mixture import MixtureStage, splits_of
 from datasvc.loaders.core.sample_keys import SampleKeys
 from datasvc.loaders.decode.choice.choose import find_missing
@@ -86,11 +86,21 @@ def open_loader(
     settings = dict(use.loader)
     order, _ = parse_use(use)
     num_ranks = count_ranks(step, rank)
+    start, batch_size, ranks = step.start, step.global_batch // num_ranks, DataRanks(rank or 0, num_ranks)
+    if step.batches is not None:
+        if rank is None:
+            raise ConfigError(
+                f"step {step.step} was a step of a round with leases, in which the batches of the ranks are apart in "
+                "the order: give the rank"
+            )
+        if not step.batches[rank]:
+            raise ConfigError(f"rank {rank} made no step {step.step}: its run of the round had ended")
+        start, batch_size, ranks = step.batches[rank].start, len(step.batches[rank]), DataRanks()
     common: dict[str, Any] = {
-        "batch_size": step.global_batch // num_ranks,
+        "batch_size": batch_size,
         "training": True,
         "order": order.config,
-        "ranks": DataRanks(rank or 0, num_ranks),
+        "ranks": ranks,
         "tail": step.tail,
         "masked": step.masked,
     }
@@ -114,7 +124,7 @@ def open_loader(
     else:
         raise ConfigError(f"{step.version} was trained with a loader of {kind!r}; upgrade datasvc to replay it")
     state = {name: value for name, value in use.state.items() if name not in {MASKED, "evaluation", "decode"}}
-    loader.load_state_dict({**state, "epoch": step.epoch, "position": step.start})
+    loader.load_state_dict({**state, "epoch": step.epoch, "position": start})
     return loader
 
 
@@ -161,19 +171,30 @@ def locate_batch(
     order, _ = parse_use(use)
     num_ranks = count_ranks(step, rank)
     splits = splits_of(samples)
-    batches = SampleBatches(
-        samples,
-        [split.origin for split in splits],
-        order.config,
-        batch_size=step.global_batch // num_ranks,
-        rank=rank or 0,
-        world_size=num_ranks,
-        tail=step.tail,
-        blob=None,
-        columns=(),
-        masked=step.masked,
-    )
-    places = batches.find_places(Cursor(step.epoch, step.start))
+
+    def find(start: int, batch_size: int, rank: int = 0, world_size: int = 1) -> BatchPositions:
+        batches = SampleBatches(
+            samples,
+            [split.origin for split in splits],
+            order.config,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            tail=step.tail,
+            blob=None,
+            columns=(),
+            masked=step.masked,
+        )
+        return batches.find_places(Cursor(step.epoch, start))
+
+    if step.batches is None:
+        places = find(step.start, step.global_batch // num_ranks, rank or 0, num_ranks)
+    else:
+        chosen = [each for each in (step.batches if rank is None else [step.batches[rank]]) if each]
+        if not chosen:
+            raise ConfigError(f"rank {rank} made no step {step.step}: its run of the round had ended")
+        found = [find(each.start, len(each)) for each in chosen]
+        places = BatchPositions(*map(np.concatenate, zip(*found, strict=True)))
     keys = SampleKeys(splits).read(places.sources, places.shards, places.rows)
     kept = np.flatnonzero(places.is_sample)
     sources, shards, rows = (values[kept].tolist() for values in (places.sources, places.shards, places.rows))

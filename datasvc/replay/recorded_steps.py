@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from datasvc.errors import NotFoundError
+from datasvc.ledger.leases import Leases, Round
 from datasvc.ledger.masked import Masked, masks_of
 from datasvc.ledger.skipped_steps import StepCursor
-from datasvc.models.provenance.consumed_ranges import ReadOrder, parse_use, parts_of, training_uses
+from datasvc.models.provenance.consumed_ranges import EpochPart, ReadOrder, parse_use, parts_of, training_uses
 from datasvc.models.provenance.segments import Consumed, plan_segments
 from datasvc.models.registry.ancestry import read_ancestry
 from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan
@@ -40,6 +41,8 @@ class RecordedStep:
         ranks: number of data ranks; None: not recorded.
         version_step: step of the version; None: not recorded.
         is_recorded: False for a step after the version.
+        batches: with leases, the positions of each data rank in this step, none for a rank whose run has ended; None:
+            the ranks divide the global batch.
     """
 
     step: int
@@ -55,6 +58,7 @@ class RecordedStep:
     ranks: int | None
     version_step: int | None = None
     is_recorded: bool = True
+    batches: tuple[range, ...] | None = None
 
     @property
     def masked(self) -> Masked:
@@ -132,10 +136,29 @@ def _find_in(repository: Repository, consumed: Consumed, run: str | None, step: 
     for part in parts_of(consumed.segment, num_samples):
         if part.step is None:
             continue
+        if span.leases is not None and span.ranks is not None:
+            found = _find_in_round(part, span.leases, span.global_batch // span.ranks, span.ranks, step)
+            if found is not None:
+                recorded = _recorded(step, consumed.version, run, consumed.use, span, (part.epoch, 0), num_samples)
+                start, stop = found[0].start, found[0].stop
+                batches = tuple(found[0].batch_of(rank, found[1]) for rank in range(span.ranks))
+                return replace(recorded, start=start, stop=stop, batches=batches)
+            continue
         start = part.first + (step - 1 - part.step) * span.global_batch
         if part.start <= start < part.stop:
             return _recorded(step, consumed.version, run, consumed.use, span, (part.epoch, start), num_samples)
     return None
+
+
+def _find_in_round(
+    part: EpochPart, leases: Leases, batch_size: int, ranks: int, step: int
+) -> tuple[Round, int] | None:
+    """Return the round of an epoch that has a step, and the number of the step in it; None: another part has it."""
+    assert part.step is not None
+    if step <= part.step:
+        return None
+    found = leases.round_of_step(step - 1 - part.step, part.first, part.num_samples, batch_size, ranks)
+    return found if found is not None and part.start <= found[0].start < part.stop else None
 
 
 def _continue(repository: Repository, version: str, run: str, step: int) -> RecordedStep:
@@ -150,6 +173,11 @@ def _continue(repository: Repository, version: str, run: str, step: int) -> Reco
             "unknown; save with data=[tracker.use()] of a ConsumptionTracker"
         )
     (use,), span = uses, spans[-1]
+    if span.leases is not None:
+        raise NotFoundError(
+            f"{version}, the last version of {run}, is of step {entry.get('step')}, and which replica had which "
+            f"samples in the rounds after it is in no version: give a step up to {entry.get('step')}"
+        )
     order, cursor = parse_use(use)
     num_samples = count_samples(repository, order)
     assert span.global_batch is not None

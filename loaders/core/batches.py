@@ -113,7 +113,7 @@ class SampleBatch(NamedTuple):
     @property
     def before(self) -> Cursor:
         """Cursor of the run before this batch is served."""
-        return Cursor(self.epoch, self.step.start)
+        return Cursor(self.epoch, self.step.position)
 
     @property
     def after(self) -> Cursor:
@@ -214,10 +214,12 @@ class SampleBatches:
         """Mask these samples, and no others, in the batches that are read from now on."""
         self._masks = BatchMasks(masked)
 
-    def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
-        """Yield batches from `cursor` on, without end. An epoch must have a step, else this loops for ever."""
-        for number, split_cursor in self._locator.cursors(cursor).items():
-            self._readers[number].advance(split_cursor)
+    def stream(self, cursor: Cursor) -> Iterator[SampleBatch | None]:
+        """Yield batches from `cursor` on, without end. An epoch must have a step, else this loops for ever.
+
+        A subclass yields None while it does not know the next batch.
+        """
+        self._advance(cursor)
         while True:
             for located in self._locate_from(cursor.epoch, cursor.position):
                 yield self._read(cursor.epoch, located)
@@ -229,12 +231,15 @@ class SampleBatches:
         Raises:
             ConfigError: the epoch has no batch there.
         """
-        for number, split_cursor in self._locator.cursors(cursor).items():
-            self._readers[number].advance(split_cursor)
+        self._advance(cursor)
         located = next(self._locate_from(cursor.epoch, cursor.position, rank=rank), None)
         if located is None:
             raise ConfigError(f"no batch begins at position {cursor.position} of epoch {cursor.epoch}")
         return self._read(cursor.epoch, located)
+
+    def _advance(self, cursor: Cursor) -> None:
+        for number, split_cursor in self._locator.cursors(cursor).items():
+            self._readers[number].advance(split_cursor)
 
     def find_places(self, cursor: Cursor) -> BatchPositions:
         """Return where the samples of the batch at a cursor are stored; of packs, all documents. No shard is opened.
@@ -361,7 +366,7 @@ class SampleBatches:
         """Add references to all shards that the batch needs, so that they stay open until the batch is retired."""
         start = Cursor(epoch, located.step.start)
         cursors_before = self._locator.cursors(start)
-        cursors_after = self._locator.cursors(Cursor(epoch, located.step.next_position))
+        cursors_after = self._locator.cursors(Cursor(epoch, min(located.step.stop, located.step.num_samples)))
         has_padding = located.step.stop > located.step.num_samples
         locations = located.locations
         for number, reader in self._readers.items():

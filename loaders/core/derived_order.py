@@ -127,11 +127,13 @@ def follow_splits(
     ranks: DataRanks,
     *,
     batches: BatchesAtOnce,
+    has_lanes: bool = True,
 ) -> list[PrefetchingShardStore]:
     """Return a prefetching shard store for each split, for one rank of a loader.
 
-    For the arguments see `Loader`; `batches` are those in progress on all ranks. If `cache` is a folder, the cache is
-    open only during this call. Each store opens a cache job of its own.
+    For the arguments see `Loader`; `batches` are those in progress on all ranks, and `has_lanes` whether a rank may
+    read lanes of its own. If `cache` is a folder, the cache is open only during this call. Each store opens a cache
+    job of its own.
 
     Raises:
         CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has both sizes,
@@ -145,7 +147,7 @@ def follow_splits(
         # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
         lanes = (
             None
-            if isinstance(samples, Mixture)
+            if isinstance(samples, Mixture) or not has_lanes
             else lanes_of_rank(batches.global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
         )
         return [

@@ -35,10 +35,14 @@ from datasvc.ledger.file import (
 )
 from datasvc.ledger.strided_range import contiguous, describe_positions, split_runs
 from datasvc.loaders.core.batches import SampleBatch
+from datasvc.loaders.core.leased_rounds import LeasedStep
+from datasvc.loaders.core.mixture import Mixture, splits_of
 from datasvc.loaders.core.split_reader import Cursor
+from datasvc.loaders.core.state import save_state
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.mix_schedule import stem_of
-from datasvc.order import Tail
+from datasvc.order import OrderConfig, Tail
+from datasvc.shards import Split
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,12 @@ class Ledger:
             # Write the records of padding and bad samples before those of served ones. If the process is killed in
             # between, the audit ignores them, because the served samples of their batch are missing.
             self._append(_masked_records(batch, bad))
-        samples = batch.positions if is_full else batch.positions[is_served]
-        for strided in describe_positions(step.start, step.next_position, samples):
+        if isinstance(step, LeasedStep):
+            ranges = [step.strided]
+        else:
+            samples = batch.positions if is_full else batch.positions[is_served]
+            ranges = describe_positions(step.start, step.next_position, samples)
+        for strided in ranges:
             self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, strided, strided.size))
 
     def write_returned(self, batch: SampleBatch, lost_rank: int) -> None:
@@ -253,6 +261,23 @@ class Ledger:
             f"cannot write the ledger {self.folder}: {error}; free disk space or grant access, then continue from "
             "the last state"
         )
+
+
+def open_ledger(
+    folder: Path | str, samples: Split | Mixture, order: OrderConfig, cursor: Cursor, **options: Any
+) -> Ledger:
+    """Return the ledger of a loader that reads `samples` in `order` and is at `cursor`; see `Ledger`."""
+    state = save_state(samples, order, cursor)
+    ledger = Ledger(
+        folder,
+        order={name: value for name, value in state.items() if name not in {"epoch", "position"}},
+        # Without what a view selects: the audit reads the version by this name, and the view by its digest.
+        source=" + ".join(f"{split.dataset}/{split.name}" for split in splits_of(samples)),
+        num_samples=samples.num_positions,
+        **options,
+    )
+    ledger.begin(*cursor)
+    return ledger
 
 
 def _masked_records(batch: SampleBatch, bad: Collection[int]) -> list[LedgerRecord]:

@@ -21,8 +21,9 @@ from datasvc.ledger.masked import NOTHING_MASKED, Masked, masks_of, with_masks
 from datasvc.loaders.core.arguments import check_num_steps, check_sizes, choose_order
 from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.batches import BatchDecoder, Cursor, SampleBatch, SampleBatches
-from datasvc.loaders.core.derived_order import derive_windowed, follow_splits, order_of_state
-from datasvc.loaders.core.ledger import Ledger
+from datasvc.loaders.core.derived_order import derive_windowed, order_of_state
+from datasvc.loaders.core.leased_rounds import RoundQueue, open_batches
+from datasvc.loaders.core.ledger import Ledger, open_ledger
 from datasvc.loaders.core.mixture import Mixture, purged_samples, splits_of
 from datasvc.loaders.core.parts import PartReader
 from datasvc.loaders.core.sample_keys import BatchPlaces, SampleKeys
@@ -31,10 +32,9 @@ from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.profiling.report import Report, make_report
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage, write_trace
-from datasvc.loaders.profiling.timed_shards import TimedShards
 from datasvc.loaders.ranks.data_ranks import DataRanks, check_group, choose_data_ranks
 from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
-from datasvc.shards import ShardStore, Split
+from datasvc.shards import Split
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -117,6 +117,7 @@ class Loader(PartReader[B], ABC, Generic[B]):
         self.ranks = ranks = choose_data_ranks(ranks)
         self.profiler = StepProfiler()
         self._prefetch = prefetch
+        self._rounds: RoundQueue | None = None
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
         self._full_until = split.num_positions - self._global_batch + 1
@@ -129,7 +130,7 @@ class Loader(PartReader[B], ABC, Generic[B]):
             training=training,
             derive=lambda order_seed: derive_windowed(split, cache, ranks, self._batches_at_once, seed=order_seed),
         )
-        self._cache, self._blob, self._columns = cache, blob, tuple(columns)
+        self._cache, self._columns = cache, {"blob": blob, "columns": tuple(columns)}
         self._masked_argument = self._masked = (masked or NOTHING_MASKED) | purged_samples(split)
         self._cached_stores, self._batches = self._open(self.order)
         self._keys = SampleKeys(splits_of(split))
@@ -139,7 +140,7 @@ class Loader(PartReader[B], ABC, Generic[B]):
         self._is_loaded = False  # whether no batch was handed over since a state was loaded
         self._loop: object | None = None  # identifies the iterator that yielded the last batch; None: no loop runs
         self._decoder: BatchDecoder[B] | None = None
-        self._stream: Iterator[SampleBatch] | None = None
+        self._stream: Iterator[SampleBatch | None] | None = None
         self._in_progress: deque[SampleBatch] = deque()
         self._num_decoding = 0  # batches in progress that have samples
         self._thread_guard = SingleThreadGuard()
@@ -195,7 +196,8 @@ class Loader(PartReader[B], ABC, Generic[B]):
     @property
     def progress(self) -> float:
         """Epochs served so far, with a fraction for the current one. Batch size and world size do not matter."""
-        return self._reported_cursor.epoch + self._reported_cursor.position / self.split.num_positions
+        ahead = 0.0 if self._rounds is None else self._rounds.num_ahead
+        return self._reported_cursor.epoch + (self._reported_cursor.position + ahead) / self.split.num_positions
 
     @property
     def steps_left(self) -> int:
@@ -276,6 +278,21 @@ class Loader(PartReader[B], ABC, Generic[B]):
                 self._change_masks(masked)
             self._begin(cursor)
 
+    def read_in_rounds(self, max_steps: int) -> RoundQueue:
+        """Read one run of positions in each round from now on; return the rounds, which the caller adds.
+
+        Every rank must call this, at the same position, and add the same rounds, of up to `max_steps` global batches.
+        `load_state_dict` forgets the rounds. For errors see the class.
+        """
+        with self._thread_guard:
+            self._discard()
+            self._rounds = RoundQueue(
+                self.split.num_positions, self.batch_size, self.ranks, self.tail, max_steps=max_steps
+            )
+            self._change_order(self.order, *self._open(self.order))
+            self._begin(self._cursor)
+            return self._rounds
+
     def _move(self, cursor: Cursor) -> None:
         """Continue at a cursor, and drop the batches in progress, unless the loader is there already."""
         if cursor != self._cursor:
@@ -285,6 +302,8 @@ class Loader(PartReader[B], ABC, Generic[B]):
 
     def _begin(self, cursor: Cursor) -> None:
         self._cursor = cursor
+        if self._rounds is not None:
+            self._rounds.begin(cursor)
         if self._ledger is not None:
             self._ledger.begin(*cursor)
 
@@ -375,7 +394,9 @@ class Loader(PartReader[B], ABC, Generic[B]):
 
     @property
     def _batches_at_once(self) -> BatchesAtOnce:
-        return BatchesAtOnce(self.batch_size, self.ranks.world_size, self._prefetch, self.tail)
+        # A rank may be at the end of a round, and prefetch in the next one, before all have left its start.
+        of_rounds = 0 if self._rounds is None else 2 * self._rounds.max_steps
+        return BatchesAtOnce(self.batch_size, self.ranks.world_size, self._prefetch + of_rounds, self.tail)
 
     def _deliver(self, decoded: B) -> B:
         """Return a decoded batch as the caller gets it; a subclass may copy it, such as to page-locked memory."""
@@ -387,21 +408,16 @@ class Loader(PartReader[B], ABC, Generic[B]):
 
     def _open(self, order: OrderConfig) -> tuple[list[PrefetchingShardStore], SampleBatches]:
         """Return the shard stores that use the cache ([] without a cache), and the batches in the given order."""
-        cached: list[PrefetchingShardStore] = []
-        if self._cache is not None:
-            cached = follow_splits(self.split, order, self._cache, self.ranks, batches=self._batches_at_once)
-        stores: Sequence[ShardStore] = cached or [split.origin for split in splits_of(self.split)]
-        return cached, SampleBatches(
+        return open_batches(
             self.split,
-            [TimedShards(store, self.profiler) for store in stores],
             order,
-            batch_size=self.batch_size,
+            self._cache,
+            at_once=self._batches_at_once,
             rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            tail=self.tail,
-            blob=self._blob,
-            columns=self._columns,
+            rounds=self._rounds,
+            profiler=self.profiler,
             masked=self._masked,
+            **self._columns,
         )
 
     def _change_masks(self, masked: Masked) -> None:
@@ -427,18 +443,8 @@ class Loader(PartReader[B], ABC, Generic[B]):
         """Open the ledger if the user gave one and it is not open. Raises ConfigError: it has another order."""
         if self._ledger is not None or self._ledger_folder is None:
             return
-        state = save_state(self.split, self.order, self._cursor)
-        self._ledger = Ledger(
-            self._ledger_folder,
-            order={name: value for name, value in state.items() if name not in {"epoch", "position"}},
-            # Without what a view selects: the audit reads the version by this name, and the view by its digest.
-            source=" + ".join(f"{split.dataset}/{split.name}" for split in splits_of(self.split)),
-            num_samples=self.split.num_positions,
-            ranks=self.ranks,
-            batch_size=self.batch_size,
-            tail=self.tail,
-        )
-        self._ledger.begin(*self._cursor)
+        folder, sizes = self._ledger_folder, {"batch_size": self.batch_size, "tail": self.tail}
+        self._ledger = open_ledger(folder, self.split, self.order, self._cursor, ranks=self.ranks, **sizes)
 
     def _resources(self) -> Resources:
         """Return the resources of this loader, for the advice of a report."""
@@ -470,6 +476,8 @@ class Loader(PartReader[B], ABC, Generic[B]):
                         self._ledger.prepare()
                     with self.profiler.stage(Stage.LEDGER):
                         self._ledger.write(batch, self._bad_samples(finished))
+                if self._rounds is not None:
+                    self._rounds.hand_over()
             except BaseException:
                 # After Ctrl-C or an error the state of the decoder is unknown. The next call restarts at the cursor.
                 self._discard()
@@ -486,6 +494,8 @@ class Loader(PartReader[B], ABC, Generic[B]):
         while self._num_decoding < num_batches:
             with self.profiler.stage(Stage.READ):
                 batch = next(self._stream)
+            if batch is None:  # the next round is not known yet
+                return
             with self.profiler.stage(Stage.DECODE):
                 self._decoder.feed(batch)
             self._in_progress.append(batch)

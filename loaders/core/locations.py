@@ -139,10 +139,10 @@ def locate_epoch(
             position = step.next_position
         if not steps:
             return
-        yield from _locate(locator, epoch, steps, rank=rank, world_size=world_size)
+        yield from locate_steps(locator, epoch, steps, rank=rank, world_size=world_size)
 
 
-def _locate(
+def locate_steps(
     locator: SampleLocator, epoch: int, steps: Sequence[Step], *, rank: int, world_size: int
 ) -> Iterator[LocatedStep]:
     """Yield one rank's part of each of several consecutive steps. A single call locates the samples of all steps."""

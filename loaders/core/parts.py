@@ -31,7 +31,7 @@ class PartReader(ABC, Generic[B]):
     _cursor: Cursor
     _ledger: Ledger | None
     _prefetch: int
-    _stream: Iterator[SampleBatch] | None
+    _stream: Iterator[SampleBatch | None] | None
 
     @property
     @abstractmethod

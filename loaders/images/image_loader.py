@@ -397,6 +397,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         size_bytes = 0
         try:
             for batch in islice(self._batches.stream(self._cursor), _TRIAL_BATCHES):
+                if batch is None:  # of rounds that are not known yet
+                    break
                 if batch.blobs:  # the last batch of a rank may be empty
                     windows = self._plan.windows(batch, *image_sizes(batch, self._annotations))
                     drawn.append(TrialBatch([blob.tobytes() for blob in batch.blobs], windows))

@@ -47,9 +47,12 @@ LAYOUTS = {
 
 def test_replicas_of_two_ranks_train_as_replicas_of_one_and_continue_with_the_same_bits(launcher, url, tmp_path):
     epoch = {**LAYOUTS["shard-local"], "epochs": 1, "max_steps": None, "ledger": str(tmp_path / "ledger")}
+    leased = {**epoch, "leases": "measured", "ledger": str(tmp_path / "leased")}
 
     def request(save, resume=()):
-        return json.dumps({"layouts": {**LAYOUTS, "epoch": epoch}, "save": save, "resume": resume, "init": []})
+        return json.dumps(
+            {"layouts": {**LAYOUTS, "epoch": epoch, "leased": leased}, "save": save, "resume": resume, "init": []}
+        )
 
     program = launcher.program("layout_resumes.py")
     # By the fifth step, two later saves have been queued, so that of the first step is complete.
@@ -58,7 +61,7 @@ def test_replicas_of_two_ranks_train_as_replicas_of_one_and_continue_with_the_sa
     launcher.run_program(2, program, url, request(list(SYNCS)), timeout_s=TIMEOUT_S)
     saved = [name for name in LAYOUTS if name not in {*SYNCS, "killed", "elsewhere"}]
     resumed = [("killed", "whole-killed"), ("stopped", "whole-stopped"), ("killed", "elsewhere")]
-    launcher.run_program(4, program, url, request([*saved, "epoch"], resumed), timeout_s=TIMEOUT_S)
+    launcher.run_program(4, program, url, request([*saved, "epoch", "leased"], resumed), timeout_s=TIMEOUT_S)
 
     models = datasvc.open(url).models
     final = {name: models.restore(name) for name in models.names()}
@@ -76,6 +79,11 @@ def test_replicas_of_two_ranks_train_as_replicas_of_one_and_continue_with_the_sa
     assert (layout["replica"], layout["data"], layout["shard"]) == (2, 1, 2)
     weights = [rank["weights"]["tokens.weight"] for rank in final["shard-local"].state["rank_state"]]
     assert not torch.equal(weights[0], weights[2]), "the run ends in the middle of a round"
-    audit = audit_folders([tmp_path / "ledger"])
-    assert audit.is_proven
-    assert [each.served for each in audit.epochs] == [96]
+    for ledger in ("ledger", "leased"):
+        audit = audit_folders([tmp_path / ledger])
+        assert audit.is_proven
+        assert [each.served for each in audit.epochs] == [96]
+    # With leases, whatever the shares were, the steps that are recorded lead to those of the run.
+    keys = [sample["key"] for sample in datasvc.open(url).dataset("tokens@1")["train"]]
+    steps = {use.step for use in models.trained_on(["leased"], keys=keys).all_uses()}
+    assert steps == set(range(1, final["leased"].entry["step"] + 1))

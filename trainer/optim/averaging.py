@@ -106,6 +106,8 @@ class _AveragingOptimizer(torch.optim.Optimizer):
     """The methods that `wrap_optimizer` adds."""
 
     tournament: Tournament | None = None
+    _is_leased = False
+    _has_ended_round: bool | None = None  # of leases; None: there was none yet
 
     def set_up(self, policy: SyncPolicy, sync: str, process_set: ProcessSet) -> None:
         """Initialize the added attributes. Every rank calls this, in the same order."""
@@ -125,6 +127,8 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         After a round of EASGD, of gossip, and of DiLoCo with fragments or alpha, they are closer, and not equal;
         after a tournament, those of a loser and its winner are equal.
         """
+        if self._has_ended_round is not None:
+            return self._has_ended_round
         is_equal_round = self.sync_policy.gives_equal_weights and self.sync_policy.is_round(self.num_steps)
         return is_equal_round and (self._outer is None or self._outer.has_changed_weights)
 
@@ -170,6 +174,9 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         with contextlib.nullcontext() if self.tournament is None else self.tournament.scaled_rates(self.param_groups):
             # Do not call step(None), because the step of some optimizers takes no argument.
             loss = super().step(closure) if closure is not None else super().step()
+        if self._is_leased:
+            self._has_ended_round = False
+            return loss
         self.num_steps += 1
         with torch.no_grad():
             if self.sync_policy.kind == "diloco" and self._outer is not None:
@@ -179,6 +186,30 @@ class _AveragingOptimizer(torch.optim.Optimizer):
             elif self.sync_policy.is_node_round(self.num_steps):
                 self._replace_by_mean(weights, self._node)
         return loss
+
+    def lease_rounds(self) -> None:
+        """Let rounds end with `end_round` only: each rank makes as many steps in them as its lease has batches.
+
+        The policy must be "local" or "diloco", without fragments, delay and alpha.
+        """
+        self._is_leased = True
+
+    @torch.no_grad()
+    def end_round(self, *, weight: float, num_steps: int) -> None:
+        """Make a round of leases. Every rank calls this, after at least one step.
+
+        Args:
+            weight: share of this rank in the mean, times the number of ranks: 1 if all have equally many samples.
+            num_steps: steps by which all ranks count this round, whatever number each has made: their mean.
+        """
+        assert self._is_leased, "call lease_rounds() first"
+        self.num_steps += num_steps
+        weights = _weights_of(self)
+        if self._outer is None:
+            self._replace_by_mean(weights, self._set, weight=weight)
+        else:
+            self._outer.make_round(self.num_steps, weights, weight=weight)
+        self._has_ended_round = True
 
     # This attribute prevents profiling and user hooks by torch: the step() of the base class has them already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -268,9 +299,12 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         self._replace_by_mean(differences, self._set)
         torch._foreach_add_(center, differences, alpha=self.sync_policy.beta)
 
-    def _replace_by_mean(self, tensors: list[Tensor], process_set: ProcessSet) -> None:
+    def _replace_by_mean(self, tensors: list[Tensor], process_set: ProcessSet, *, weight: float = 1.0) -> None:
         for parts in _group(tensors):
-            flat = pack(parts).div_(process_set.size())
+            flat = pack(parts)
+            if weight != 1:
+                flat.mul_(weight)
+            flat.div_(process_set.size())
             submit_allreduce(
                 [flat],
                 [flat],

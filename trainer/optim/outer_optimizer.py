@@ -88,6 +88,15 @@ class OuterOptimizer:
         if self._policy.is_round(step):
             self._end_round(weights)
 
+    def make_round(self, step: int, weights: list[Tensor], *, weight: float) -> None:
+        """Make a whole round after this step, in which the change of this rank counts `weight` times."""
+        self._changes = {
+            position: self._change_of(position, own).mul_(weight) for position, own in enumerate(weights)
+        }
+        self._send(step)
+        self._send_sums()
+        self._end_round(weights)
+
     def _change_of(self, position: int, weight: Tensor) -> Tensor:
         outer = self.weights[position].detach()
         # From where the rank has begun: rounding the outer weight to 16 bits is no change that it has made.

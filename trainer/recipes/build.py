@@ -10,6 +10,7 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
+from datasvc.models.provenance.forgetting import RepeatedSteps
 from datasvc.planning.layout import Layout, check_layout, plan_layout
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.choose_layout import check_model_options
@@ -24,9 +25,11 @@ from datasvc.trainer.recipes.layouts.divided_model import (
 from datasvc.trainer.recipes.layouts.optimizer import AveragingLayoutOptimizer, LayoutOptimizer, ZeroOptimizer
 from datasvc.trainer.recipes.layouts.shard import recompute_activations
 from datasvc.trainer.recipes.optimizers.foreach_optimizer import LAMB, LARS, RMSpropSGD
+from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import sgd_share
+from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics
 from datasvc.trainer.recipes.tasks.held_out import make_judge
@@ -315,6 +318,29 @@ def build_optimizer(
             return RMSpropSGD(groups, rate, rmsprop_rate=config.rmsprop_rate, momentum=momentum)
     # Only "sgd" is left: `TrainConfig` accepts no other name.
     return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov, foreach=foreach)
+
+
+def build_rounds(run: Run, repeated: Sequence[RepeatedSteps]) -> LeasedRounds | None:
+    """Return the rounds of a run with the setting `leases`, which has loaded its state; None without it.
+
+    Every rank must call this, at the same position. `repeated` are steps to take again, with their leases.
+    """
+    policy = run.config.parse_sync()
+    if run.config.leases is None or policy is None:
+        return None
+    return LeasedRounds(
+        run.optimizer,
+        run.loader,
+        run.reading,
+        layout=run.layout,
+        policy=policy,
+        is_measured=run.config.leases == "measured",
+        step=run.step,
+        max_steps=run.config.max_steps,
+        device=run.device,
+        saved=run.saved_leases,
+        recorded=repeated,
+    )
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> None:

@@ -4,7 +4,7 @@ A checkpoint holds weights, their average, optimizer, loss scale, loader positio
 and of every rank the random states, the batch statistics, and what it has not sent of its gradients. With `--sync`,
 the weights are means over the ranks, or those of the best one, and each rank also saves its own. A run that was
 killed and resumed at the same world size therefore ends with the bits of an uninterrupted run, wherever checkpoints
-were made. With the bucket size "auto", and with parameter servers, where server 0 saves alone, the bits can differ.
+were made. With bucket size "auto", measured leases, or parameter servers, where server 0 saves alone, bits can differ.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, com
 
 # Parts of a checkpoint without parts of the model; each rank restores them whole. "random": of earlier releases.
 _RESTORED_WHOLE: Final = (
-    "step", "model_name", "optimizer_name", "loss_scale", "early_stop", "loader", "log_ids", "rank_state", "random",
-)  # fmt: skip
+    "step", "model_name", "optimizer_name", "loss_scale", "early_stop", "loader", "log_ids", "leases",
+    "rank_state", "random")  # fmt: skip
 
 _OTHER_RUN: Final = "use another --name, or --resume never"
 
@@ -114,6 +114,7 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
         "ema": average,
         "early_stop": run.stop.state_dict(),
         "loader": run.loader.state_dict(),
+        "leases": None if run.rounds is None else run.rounds.state_dict(),
         "log_ids": {RUN_LOG: run.log_ids[RUN_LOG]} if RUN_LOG in run.log_ids else {},  # that of rank 0 is stored
     }
     tournament = getattr(run.optimizer, "tournament", None)
@@ -378,7 +379,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         # Earlier releases kept the ids of the trackers here too, by targets such as "wandb:PROJECT".
         ids = {target.partition(":")[0]: run_id for target, run_id in (state.get("log_ids") or {}).items()}
         run.log_ids = ids | runs_in_config(checkpoint.entry.get("config"))
-    run.step = int(state["step"])
+    run.step, run.saved_leases = int(state["step"]), state.get("leases") or {}
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
     if has_same_ranks:
         random_state.reinstate(rank_state["random"])

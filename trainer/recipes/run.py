@@ -17,6 +17,7 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.models import CheckpointManager, ConsumptionTracker, Execution, SaveHandle
 from datasvc.node.ranks import RankNodes
 from datasvc.repository.logs.references import choose_metric_mode
+from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import MetricLog
@@ -54,6 +55,8 @@ class Run(Learner):
         not_finite_since: step after which the loss or the weights were found not to be finite; None: they are.
         has_saved: whether this process has begun a checkpoint of the run.
         execution: how the job computes the steps; None: as its layout and settings say.
+        rounds: rounds with leases; None without these.
+        saved_leases: state of these in the checkpoint that the run continues.
     """
 
     loader: Loader[Any]
@@ -80,6 +83,8 @@ class Run(Learner):
     not_finite_since: int | None = None
     has_saved: bool = False
     execution: Execution | None = None
+    rounds: LeasedRounds | None = None
+    saved_leases: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ref(self) -> str | None:

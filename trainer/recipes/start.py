@@ -34,7 +34,7 @@ from datasvc.node.settings import open_peers
 from datasvc.planning.layout import AXES, Layout, plan_layout
 from datasvc.runs import RunLog
 from datasvc.threads import count_processors
-from datasvc.trainer.recipes.build import build_learner, compile_model
+from datasvc.trainer.recipes.build import build_learner, build_rounds, compile_model
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
 from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
@@ -208,6 +208,7 @@ def _load_state(
         run.reading.load_state_dict(checkpoint.entry["data"][0])
     if snapshot is not None:
         run.reading.load_state_dict(snapshot.reading)
+    run.rounds = build_rounds(run, () if forget is None else forget.repeated)
 
 
 def serve_metrics(config: TrainConfig, loaders: Mapping[str, Loader[Any] | None]) -> Callable[[], None]:

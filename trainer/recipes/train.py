@@ -30,7 +30,7 @@ from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.rank_check import check_job
 from datasvc.trainer.recipes.reporting.events import choose_events
-from datasvc.trainer.recipes.reporting.recorder import LoggedEvents
+from datasvc.trainer.recipes.reporting.recorder import STEPS_PER_COMPARISON, LoggedEvents
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.smoke import make_smoke_run, plan_smoke_config, read_smoke
@@ -194,28 +194,39 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
         progress, epoch = run.loader.progress, run.loader.epoch
         for batch in run.loader:
             timer.got_batch()
+            if run.rounds is not None:
+                run.rounds.got_batch()
             rate = run.schedule.rate_at(progress, after=run.loader.progress)
             set_rate(run.optimizer, rate, progress)
             progress = run.loader.progress
             was_choosing = is_choosing_buckets(run)
-            run.shares_loss = (run.step + 1) % run.config.report_every == 0
+            is_report_due = (run.step + 1) % run.config.report_every == 0
+            run.shares_loss = is_report_due and run.rounds is None
             loss = update(run, batch, timer.begin_parts(run.step))
             if run.task.losses:
                 # The first step of a pipeline computes a loss more beforehand, to find its shapes.
                 run.loader.record(batch, torch.cat(run.task.losses)[-len(batch.positions) :])
                 run.task.losses.clear()
             run.step += 1
+            start_step = run.step - 1
+            if run.rounds is not None:
+                shared_loss = run.rounds.end_step(loss, len(batch.positions))
+                if shared_loss is None:
+                    timer.end_step()
+                    continue  # only after a round are all ranks at the same step
+                loss, start_step, run.step = shared_loss, run.rounds.start_step, run.rounds.step
+                is_report_due = has_passed(run.config.report_every, start_step, run.step)
             report_round(run)
             if was_choosing and not is_choosing_buckets(run):
                 report_buckets(run)
             # Reading the loss waits for the device. All ranks read it, so that no rank runs ahead of rank 0.
-            shown_loss = float(loss) if run.shares_loss else None
+            shown_loss = float(loss) if is_report_due else None
             timer.end_step()
             if shown_loss is not None:
                 report_step(run, epoch=batch.epoch, loss=shown_loss, rate=rate)
                 if not math.isfinite(shown_loss):
                     report_not_finite(run, shown_loss)
-            run.recorder.compare_ranks(run.step)
+            run.recorder.compare_ranks(run.step, now=has_passed(STEPS_PER_COMPARISON, start_step, run.step))
             report_commits(run)
             if (to := run.checkpoints.should_save(run.step)) and not run.is_over:
                 # The metrics of an earlier evaluation do not describe this state.
@@ -247,6 +258,11 @@ def end_epoch(run: Run) -> None:
         run.metrics = evaluate_run(run)
         run.stop.update(run.metrics)
         commit(run)
+
+
+def has_passed(every: int, before: int, after: int) -> bool:
+    """Return whether a multiple of `every` is among the steps after `before` up to `after`."""
+    return after // every > before // every
 
 
 def is_due(epoch: int, every: int | None) -> bool:
@@ -373,7 +389,7 @@ def report_step(run: Run, *, epoch: int, loss: float, rate: float) -> None:
     """
     times_s = run.recorder.timer.take()  # on every rank, because the call restarts the means
     step_s, wait_s = times_s["step_s"], times_s["wait_s"]
-    samples = run.batches.global_batch
+    samples = run.batches.global_batch if run.rounds is None else round(run.rounds.samples_per_step)
     progress = run.loader.progress
     curves = {"loss": loss, "rate": rate, f"{run.task.unit}_per_s": samples / step_s}
     # At the end of an epoch, samples that do not fill a batch may be left, and the epoch is over all the same.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -79,6 +80,10 @@ def forget(
             version = train(replace(config, resume=version or "never"), plan)
 
 
+def _ranks_of(part: Any) -> tuple[int | None, int | None]:
+    return part.global_batch, part.ranks
+
+
 def _print(plan: Any) -> None:
     if not plan.num_samples:
         print_line(f"{plan.model} was not trained on these samples: there is nothing to forget")
@@ -89,11 +94,13 @@ def _print(plan: Any) -> None:
     print_line(
         f"to forget them, train again from {start}, to step {plan.stop_step}: {count_text(plan.num_steps, 'step')}"
     )
-    if len(plan.repeated) > 1:
+    # Leases change within a run. They are repeated as they were, and are no news.
+    repeated = [last for _, parts in groupby(plan.repeated, _ranks_of) for *_, last in [list(parts)]]
+    if len(repeated) > 1:
         parts = (
             f"to step {part.stop_step} with {count_text(part.ranks, 'rank') if part.ranks else 'unknown ranks'} and "
             f"batches of {part.global_batch or 'unknown size'}"
-            for part in plan.repeated
+            for part in repeated
         )
         print_line(f"the run took them {', '.join(parts)}; the last bits depend on the ranks")
     if plan.removed:

@@ -150,7 +150,7 @@ def _config_of_runs(repo: DataRepository, plan: BisectPlan) -> TrainConfig:
     # A short run has one rank, and writes no ledger, metrics, profile or log.
     left_out = {field.name for field in dataclasses.fields(LayoutSettings)}
     left_out |= {"ledger", "elastic", "local_checkpoints", "every_local", "metrics_port", "peers", "decode_group"}
-    left_out |= {"profile", "signals", "log_to", "sync"}
+    left_out |= {"profile", "signals", "log_to", "sync", "leases"}
     defaults: dict[str, Any] = {field.name: field.default for field in setting_fields() if field.name in left_out}
     return dataclasses.replace(
         config,

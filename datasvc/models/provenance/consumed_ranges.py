@@ -17,9 +17,10 @@ import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.ledger.leases import Leases
 from datasvc.mix_schedule import MixSchedule, MixStage, read_stages
 from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_of
-from datasvc.order import OrderConfig, OrderState, count_steps
+from datasvc.order import OrderConfig, OrderState, Tail, count_steps
 from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
@@ -86,6 +87,9 @@ class EpochPart(NamedTuple):
         global_batch: number of samples of a step over all ranks; None if unknown.
         is_certain: False if it is unknown whether the last positions were dropped, because the entry does not record
             how the run treated an incomplete last batch.
+        num_samples: number of samples of the epoch.
+        ranks: number of data ranks; None if unknown.
+        leases: how the rounds from `first` on were divided; None if each step consumed a global batch.
     """
 
     epoch: int
@@ -95,13 +99,20 @@ class EpochPart(NamedTuple):
     step: int | None
     global_batch: int | None
     is_certain: bool
+    num_samples: int
+    ranks: int | None = None
+    leases: Leases | None = None
 
     def steps_of(self, positions: Integers) -> Integers | None:
         """Return the optimizer step that consumed each position, counted from 1; None if unknown."""
         if self.step is None or self.global_batch is None:
             return None
-        steps: Integers = self.step + 1 + (positions - self.first) // self.global_batch
-        return steps
+        offsets = positions - self.first
+        steps: Integers = offsets // self.global_batch
+        if self.leases is not None and self.ranks is not None:
+            num_batches = (self.num_samples - self.first) // self.global_batch
+            steps = self.leases.steps_of(offsets, num_batches, self.global_batch // self.ranks, self.ranks)
+        return self.step + 1 + steps
 
 
 def parse_use(use: DataUse) -> tuple[ReadOrder, Cursor]:
@@ -221,7 +232,10 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         start = max(first, segment.own_start[1]) if epoch == segment.own_start[0] else first
         # An ancestor consumed the epochs before `own_start`. Here they only advance the step.
         if epoch >= segment.own_start[0] and start < stop:
-            yield EpochPart(epoch, start, stop, first, step, span.global_batch, ends_here or _has_known_tail(span))
+            is_certain = ends_here or _has_known_tail(span)
+            yield EpochPart(
+                epoch, start, stop, first, step, span.global_batch, is_certain, num_samples, span.ranks, span.leases
+            )
         if step is not None and not ends_here:
             step += _steps_to_end(first, num_samples, span)
 
@@ -243,9 +257,16 @@ def _stop_of_batches(first: int, num_samples: int, span: ReadSpan) -> int:
 
 def _steps_to_end(first: int, num_samples: int, span: ReadSpan) -> int:
     """Return the number of optimizer steps from position `first` to the end of its epoch."""
-    assert span.global_batch is not None
     assert span.tail is not None
-    return count_steps(first, num_samples, span.global_batch, span.tail)
+    return _count_steps(num_samples - first, span, span.tail)
+
+
+def _count_steps(num_positions: int, span: ReadSpan, tail: Tail) -> int:
+    """Return the number of optimizer steps that consume consecutive positions, from the start of a round on."""
+    assert span.global_batch is not None
+    num_batches = num_positions // span.global_batch
+    in_rounds = num_batches if span.leases is None else span.leases.count_steps(num_batches)
+    return in_rounds + count_steps(num_batches * span.global_batch, num_positions, span.global_batch, tail)
 
 
 def _has_batch_per_step(segment: Segment, num_samples: int) -> bool:
@@ -260,8 +281,8 @@ def _has_batch_per_step(segment: Segment, num_samples: int) -> bool:
         num_batches = _steps_to_end(start, num_samples, span)
         num_batches += (last_epoch - first_epoch - 1) * _steps_to_end(0, num_samples, span)
         start = 0
-    # Round up: the last batch of an epoch may be short or padded.
-    num_batches += -(-(stop - start) // span.global_batch)
+    # The last batch of an epoch may be short or padded.
+    num_batches += _count_steps(stop - start, span, "short")
     return span.step + num_batches == segment.stop_step
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.ledger.leases import Leases
 from datasvc.ledger.masked import NOTHING_MASKED, Masked, masks_of
 from datasvc.models.provenance.consumed_ranges import parse_use, training_uses
 from datasvc.models.provenance.find_consumers import find_consumers
@@ -35,11 +36,13 @@ class RepeatedSteps:
         stop_step: last of the steps; the first one follows those before.
         global_batch: samples of a step over all ranks; None: not recorded.
         ranks: number of data ranks; None: not recorded.
+        leases: how their rounds were divided among replicas; None: each step had a global batch.
     """
 
     stop_step: int
     global_batch: int | None
     ranks: int | None
+    leases: Leases | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def _find_repeated(ancestry: Ancestry, name: str, start: str | None) -> tuple[Re
         span = segment.span
         if segment.stop_step is None:
             return ()
-        part = RepeatedSteps(segment.stop_step, span.global_batch, span.ranks)
+        part = RepeatedSteps(segment.stop_step, span.global_batch, span.ranks, span.leases)
         if found and replace(found[-1], stop_step=part.stop_step) == part:
             found.pop()
         found.append(part)

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.ledger.handed_over import handed_over_since, mark
+from datasvc.ledger.leases import Leases
 from datasvc.order import Tail, parse_tail
 
 Cursor = tuple[int, int]
@@ -37,6 +38,8 @@ class ReadSpan:
         global_batch: samples per step over all ranks; None: unknown.
         tail: treatment of samples that do not fill a global batch; None: unknown.
         ranks: number of data ranks; None: unknown.
+        leases: how the rounds of the span were divided among replicas, from `start` on and in each epoch from its
+            first position on; None: each step consumed a global batch.
     """
 
     start: Cursor
@@ -45,13 +48,15 @@ class ReadSpan:
     global_batch: int | None = None
     tail: Tail | None = None
     ranks: int | None = None
+    leases: Leases | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the span as JSON values; without `ranks` if that is unknown."""
+        """Return the span as JSON values; without `ranks` if that is unknown, and without `leases` if it has none."""
         fields = {**asdict(self), "start": list(self.start), "stop": list(self.stop)}
+        del fields["leases"]
         if self.ranks is None:
             del fields["ranks"]
-        return fields
+        return fields if self.leases is None else {**fields, "leases": self.leases.to_dict()}
 
     @classmethod
     def from_dict(cls, span: Mapping[str, Any]) -> ReadSpan:
@@ -63,7 +68,10 @@ class ReadSpan:
             are_counts = are_counts and _is_count_or_none(ranks, 1)
             if start > stop or not are_counts:
                 raise ValueError(f"from {start} to {stop}, step {step!r}, batches of {global_batch!r}")  # noqa: TRY301
-            return cls(start, stop, step, global_batch, None if tail is None else parse_tail(tail), ranks)
+            leases = None if span.get("leases") is None else Leases.from_dict(span["leases"])
+            if leases is not None and (ranks is None or global_batch is None or ranks % len(leases.shares)):
+                raise ValueError(f"leases of {len(leases.shares)} replicas, with {ranks} ranks")  # noqa: TRY301
+            return cls(start, stop, step, global_batch, None if tail is None else parse_tail(tail), ranks, leases)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(f"not a valid span of consumed data: {error}; found {span!r}") from error
 
@@ -178,6 +186,7 @@ class ConsumptionTracker:
     def __init__(self, loader: ReadLoader, *, step: int = 0) -> None:
         self._run = secrets.token_hex(8)
         self._spans: list[ReadSpan] = []
+        self._leases: Leases | None = None
         self._begin(loader, step)
 
     def switch_loader(self, loader: ReadLoader, *, step: int) -> None:
@@ -188,12 +197,19 @@ class ConsumptionTracker:
         self._spans.append(self._span(cursor_of(loader.state_dict())))
         self._begin(loader, step)
 
+    def switch_leases(self, leases: Leases, *, step: int) -> None:
+        """Record that the batches from here on, after `step` optimizer steps, are of rounds with these leases."""
+        if leases != self._leases:
+            last = self._span(cursor_of(self._loader.state_dict()))
+            self._spans += [last] if last.start < last.stop else []
+            self._start, self._step, self._leases = last.stop, step, leases
+
     def state_dict(self) -> dict[str, Any]:
         """Return the data consumed so far as JSON values, for a process that takes over the current weights.
 
         Raises ConfigError: see `use`.
         """
-        spans = (*self._spans, self._span(cursor_of(self._loader.state_dict())))
+        spans = self._all_spans(cursor_of(self._loader.state_dict()))
         return {"run": self._run, "spans": [span.to_dict() for span in spans]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,7 +253,7 @@ class ConsumptionTracker:
         else:
             dataset, split = ", ".join(dict.fromkeys(part.dataset for part in splits)), "mixture"
             view = ", ".join(f"{part.dataset}: {part.view}" for part in splits if part.view) or None
-        spans = (*self._spans, self._span(cursor_of(state)))
+        spans = self._all_spans(cursor_of(state))
         # A replay of a step makes the same batches with these settings. Loaders of torch have none.
         settings = getattr(self._loader, "settings", None)
         return DataUse(str(dataset), str(split), state, run=self._run, spans=spans, loader=settings, view=view)
@@ -251,6 +267,13 @@ class ConsumptionTracker:
             )
         self._loader = loader
         self._start, self._step = cursor_of(loader.state_dict()), step
+        self._leases = None
+
+    def _all_spans(self, stop: Cursor) -> tuple[ReadSpan, ...]:
+        """Return the spans up to `stop`; without the last one if it has no position and only leases have begun it."""
+        last = self._span(stop)
+        is_empty = last.start == last.stop and last.leases is not None
+        return tuple(self._spans) if is_empty and self._spans else (*self._spans, last)
 
     def _span(self, stop: Cursor) -> ReadSpan:
         """Return the span from the start of the current loader to `stop`. Raises ConfigError: see `use`."""
@@ -261,7 +284,7 @@ class ConsumptionTracker:
                 "started. If the weights are reset too, make a new ConsumptionTracker after that"
             )
         ranks = loader.ranks.world_size
-        return ReadSpan(self._start, stop, self._step, loader.batch_size * ranks, loader.tail, ranks)
+        return ReadSpan(self._start, stop, self._step, loader.batch_size * ranks, loader.tail, ranks, self._leases)
 
 
 def cursor_of(state: Mapping[str, Any]) -> Cursor:

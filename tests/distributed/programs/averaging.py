@@ -147,6 +147,45 @@ def check_the_mean_change_of_a_round_is_the_gradient_of_diloco():
         torch.testing.assert_close(weights_of(model), weights_of(reference), rtol=0, atol=2e-6)
 
 
+def check_rounds_with_leases_are_those_of_one_process_that_simulates_all_ranks():
+    shares = [3 + 2 * rank for rank in range(SIZE)]
+    for sync in ("local:4", "diloco:4"):
+        model, simulated = new_model(), [new_model() for _ in range(SIZE)]
+        averaging, plain = hvd.Averaging(sgd(model), sync), [sgd(each) for each in simulated]
+        averaging.lease_rounds()
+        outer = weights_of(model)
+        velocity = torch.zeros_like(outer)
+        for number in (0, 100, 200):
+            for rank, (each, optimizer) in enumerate(zip(simulated, plain, strict=True)):
+                for own in range(shares[rank]):
+                    step(each, optimizer, number + own, rank)
+            for own in range(shares[RANK]):
+                step(model, averaging, number + own)
+                assert not averaging.is_averaged
+            averaging.end_round(weight=shares[RANK] * SIZE / sum(shares), num_steps=4)
+            mean = sum(share / sum(shares) * weights_of(each) for share, each in zip(shares, simulated, strict=True))
+            velocity = 0.9 * velocity + (outer - mean)
+            outer = mean if sync == "local:4" else outer - 0.7 * (outer - mean + 0.9 * velocity)
+            for each in simulated:
+                set_weights(each, outer)
+            torch.testing.assert_close(weights_of(model), outer, rtol=0, atol=2e-6)
+            assert averaging.is_averaged
+        assert averaging.num_steps == 12
+
+
+def check_rounds_with_equal_leases_have_the_bits_of_rounds_without():
+    for sync in ("local:3", "diloco:3"):
+        models = new_model(), new_model()
+        plain, leased = (hvd.Averaging(sgd(model), sync) for model in models)
+        leased.lease_rounds()
+        for number in range(1, 10):
+            step(models[0], plain, number)
+            step(models[1], leased, number)
+            if number % 3 == 0:
+                leased.end_round(weight=1.0, num_steps=3)
+                assert torch.equal(*map(weights_of, models))
+
+
 def check_one_fragment_without_delay_is_plain_diloco_to_the_last_bit():
     models = new_model(), new_model()
     plain, streaming = (

@@ -127,6 +127,10 @@ class AveragingLayoutOptimizer(LayoutOptimizer):
     """
 
     is_averaged = property(attrgetter("_optimizer.is_averaged"))
+    sync_policy = property(attrgetter("_optimizer.sync_policy"))
+    num_steps = property(attrgetter("_optimizer.num_steps"))
+    lease_rounds = property(attrgetter("_optimizer.lease_rounds"))
+    end_round = property(attrgetter("_optimizer.end_round"))
     tournament = None  # only ranks with the whole model play one
 
     def state_dict(self) -> dict[str, Any]:

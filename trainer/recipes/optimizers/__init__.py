@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules and precision of the training program."""
+"""Optimizers, learning-rate schedules, precision, and rounds with leases of the training program."""

@@ -43,6 +43,10 @@ def _is_elastic(policy: SyncPolicy) -> bool:
     return policy.gives_equal_weights and policy.kind != "hierarchical"
 
 
+def _has_plain_rounds(policy: SyncPolicy) -> bool:
+    return _is_elastic(policy) and policy.delay == 0
+
+
 EXCLUSIONS: Final = (
     Exclusion(
         "--layout with other axes than data, without replicas",
@@ -90,6 +94,30 @@ EXCLUSIONS: Final = (
         "after the loss of a rank the others continue from a round that gave all the same weights, and the rounds of "
         "`hierarchical` need nodes of equal sizes",
         "use local, postlocal or diloco without fragments and alpha",
+    ),
+    Exclusion(
+        "--leases with hierarchical, easgd, gossip, tournament, fragments, delay or alpha",
+        lambda config: config.leases is not None and not _has_plain_rounds(parse_sync(config.sync)),
+        "its rounds end when each replica has made its own number of steps, and all get the same weights then",
+        "use local, postlocal or diloco without fragments, delay and alpha",
+    ),
+    Exclusion(
+        "--leases with --elastic",
+        lambda config: config.leases is not None and config.elastic,
+        "its rounds are divided among replicas that stay",
+        "leave out one of both: a run that is started again continues at any number of replicas",
+    ),
+    Exclusion(
+        "--leases with --skip",
+        lambda config: config.leases is not None and config.skip is not None,
+        "which samples a step has follows from the speeds of the rounds before it",
+        "mask samples by their keys, with datasvc forget",
+    ),
+    Exclusion(
+        "--leases with --decode-group",
+        lambda config: config.leases is not None and config.decode_group is not None,
+        "the jobs of a group have the same batches, and leases follow the speed of one job",
+        "leave out one of both",
     ),
     Exclusion(
         "--op adasum",

@@ -8,6 +8,13 @@ from datasvc.trainer.recipes.settings.sync_exclusions import EXCLUSIONS, SERVER_
 from tests.support.pages import find_page
 
 WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
+# By option of the table, the words that set it beside --leases.
+LEASES = {
+    "--leases with hierarchical, easgd, gossip, tournament, fragments, delay or alpha": (),
+    "--leases with --elastic": ("--elastic",),
+    "--leases with --skip": ("--skip", "3"),
+    "--leases with --decode-group": ("--decode-group", "/dev/shm/group"),
+}
 # By option of the table, the words that set it.
 EXCLUDED = {
     "--layout with other axes than data, without replicas": ("--layout", "data=2,shard=2"),
@@ -17,6 +24,7 @@ EXCLUDED = {
     "--layout with tensor, if DiLoCo has a codec": ("--layout", "replica=2,tensor=2"),
     "--zero 1": ("--layout", "replica=2,shard=2", "--zero", "1"),
     "--elastic with hierarchical, easgd, gossip, tournament, fragments or alpha": ("--elastic",),
+    **{option: ("--leases", "equal", *words) for option, words in LEASES.items()},
     "--op adasum": ("--op", "adasum"),
     "--compression": ("--compression", "bf16"),
     "--bucket": ("--bucket", "auto"),
@@ -30,6 +38,7 @@ ONLY_WITH = {
     "--layout with tensor, if DiLoCo has a codec": "diloco:8:codec=int8",
     "--layout with other axes than data, in a tournament": "tournament:8",
     "--statistics recompute, in a tournament": "tournament:8",
+    **dict.fromkeys(list(LEASES)[1:], "local:8"),
 }
 
 
@@ -63,7 +72,11 @@ def test_the_cases_below_are_all_exclusions():
 @pytest.mark.parametrize("sync", ["easgd:8:0.9", "gossip:ring"])
 def test_each_exclusion_is_refused_with_what_to_do_and_only_with_averaged_weights(excluded, sync):
     words, sync = EXCLUDED[excluded.option], ONLY_WITH.get(excluded.option, sync)
-    assert not config_of(*words).averages_weights
+    if "--leases" in words:
+        with pytest.raises(ConfigError, match="leases is 'equal', and with sync 'bsp' there are no rounds"):
+            config_of(*words)
+    else:
+        assert not config_of(*words).averages_weights
     with pytest.raises(ConfigError) as refusal:
         config_of("--sync", sync, *words)
     message = str(refusal.value)
@@ -129,3 +142,18 @@ def test_another_form_is_refused_with_the_forms():
             config_of("--sync", sync)
     assert config_of().parse_sync() is None
     assert config_of("--sync", "postlocal:100:8").parse_sync().warmup_steps == 100
+
+
+@pytest.mark.parametrize("leases", ["equal", "measured"])
+def test_leases_are_for_rounds_after_which_all_replicas_have_equal_weights(leases):
+    for sync in ("local:8", "postlocal:4:8", "diloco:8", "diloco:8:codec=int8"):
+        assert config_of("--sync", sync, "--leases", leases).leases == leases
+    for other in (
+        "hierarchical:2,8",
+        "tournament:8",
+        "diloco:8:fragments=2",
+        "diloco:8:delay=1",
+        "diloco:8:alpha=0.5",
+    ):
+        with pytest.raises(ConfigError, match="does not go with --leases with"):
+            config_of("--sync", other, "--leases", leases)

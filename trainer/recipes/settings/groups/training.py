@@ -262,6 +262,9 @@ class GradientSettings(SettingGroup):
             pair of ranks takes over the winner, "tournament:8:samples=256,perturb=1.2" with learning rates that
             differ. With parameter servers (`datasvc-run --servers`): "ssp:3": a worker waits if it is more than 3
             steps ahead of the slowest; "async": never. See docs/explanation/waiting.md.
+        leases: with `sync` local, postlocal or diloco, each replica reads one run of the samples of a round, and
+            makes as many steps as this has batches: "equal": equally many; "measured": in proportion to its speed in
+            the rounds before; None: each step has its part of a global batch.
         bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto": chosen
             from measurements in the first steps; None: 25MiB.
     """
@@ -271,6 +274,7 @@ class GradientSettings(SettingGroup):
     compression: Annotated[str, Metavar(_COMPRESSIONS)] = "none"
     op: Literal["average", "adasum"] = "average"
     sync: Annotated[str, Metavar(_SYNCS)] = "bsp"
+    leases: Literal["equal", "measured"] | None = None
     bucket: Annotated[str | None, Metavar("{auto,SIZE}")] = None
 
     def check(self) -> None:
@@ -279,6 +283,11 @@ class GradientSettings(SettingGroup):
             self.parse_staleness()
         else:
             self.parse_sync()
+        if self.leases is not None and not self.averages_weights:
+            raise ConfigError(
+                f"leases is {self.leases!r}, and with sync {self.sync!r} there are no rounds to divide; give --sync "
+                "local:8, or leave out --leases"
+            )
         choice = self.parse_compression()
         if self.combines_steps and choice.has_memory:
             raise ConfigError(
