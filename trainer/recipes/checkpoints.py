@@ -4,7 +4,7 @@ A checkpoint holds weights, their average, optimizer, loss scale, loader positio
 and of every rank the random states, the batch statistics, and what it has not sent of its gradients. With `--sync`,
 the weights are means over the ranks, or those of the best one, and each rank also saves its own. A run that was
 killed and resumed at the same world size therefore ends with the bits of an uninterrupted run, wherever checkpoints
-were made. With bucket size "auto", measured leases, or parameter servers, where server 0 saves alone, bits can differ.
+were made. With bucket size "auto", measured leases, or parameter servers (server 0 saves alone), bits can differ.
 """
 
 from __future__ import annotations
