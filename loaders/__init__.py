@@ -25,7 +25,7 @@ from datasvc.loaders.tokens.token_loader import TokenFormat, TokenLoader
 from datasvc.order import OrderConfig
 
 if TYPE_CHECKING:
-    from datasvc.loaders.core.metrics import LoaderCollector, serve_loader_metrics
+    from datasvc.loaders.profiling.metrics import LoaderCollector, serve_loader_metrics
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -60,7 +60,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Imported on use, because most programs do not need prometheus_client.
     if name in {"LoaderCollector", "serve_loader_metrics"}:
-        from datasvc.loaders.core import metrics
+        from datasvc.loaders.profiling import metrics
 
         return getattr(metrics, name)
     raise AttributeError(f"module 'datasvc.loaders' has no attribute {name!r}")

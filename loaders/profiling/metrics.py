@@ -7,15 +7,15 @@ A job exports them with `serve_loader_metrics(9100, {"train": loader})`, or from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.profiling.report import Report
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage, Totals
 
 # Name, help text and function of the value, of each metric.
@@ -33,6 +33,15 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[Report], float]], ...]] = (
 )
 
 
+class MeasuredLoader(Protocol):
+    """What the metrics need of a loader."""
+
+    profiler: StepProfiler
+
+    def report(self) -> Report:
+        """Return the report of the steps since `restart_report`."""
+
+
 class LoaderCollector(Collector):
     """Metrics of loaders: counters over all steps, gauges over the steps since the last `restart_report`.
 
@@ -40,7 +49,7 @@ class LoaderCollector(Collector):
         loaders: loaders by the value of the label `loader`. Metrics per stage have the label `stage` too.
     """
 
-    def __init__(self, loaders: Mapping[str, Loader[Any]]) -> None:
+    def __init__(self, loaders: Mapping[str, MeasuredLoader]) -> None:
         self._loaders = dict(loaders)
 
     def collect(self) -> Iterator[Metric]:
@@ -66,7 +75,7 @@ class LoaderCollector(Collector):
         )
 
 
-def serve_loader_metrics(port: int, loaders: Mapping[str, Loader[Any]]) -> Callable[[], None]:
+def serve_loader_metrics(port: int, loaders: Mapping[str, MeasuredLoader]) -> Callable[[], None]:
     """Serve the metrics of loaders at `http://HOST:port/metrics` from a thread; return the function that ends this.
 
     Args:
