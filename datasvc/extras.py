@@ -63,6 +63,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "audio": ("soundfile>=0.13",),
     "heic": ("pi-heif>=1.0",),
     "text": ("tokenizers>=0.23.3",),
+    "video": ("av>=17",),
     "sign": ("cryptography>=43",),
     "onnx": ("onnx>=1.18", "onnxscript>=0.7"),
     "ray": ("ray[data,train]>=2.50",),
@@ -73,7 +74,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "demo": ("scikit-learn>=1.6",),
     "all": (
         "datasvc[train,gpu,sql,s3,gcs,azure,hub,audio,heic,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",
-        "datasvc[lightning,transformers,torchdata,jax,keras,search]",
+        "datasvc[video,lightning,transformers,torchdata,jax,keras,search]",
     ),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }
@@ -102,6 +103,7 @@ PURPOSES: Final[Mapping[str, str]] = {
     "audio": "`ingest` and decoding of sounds",
     "heic": "`ingest` of HEIC photos, which are stored as JPEG",
     "text": "text to token blocks with a `tokenizer.json`",
+    "video": "`ingest` and decoding of videos",
     "sign": "signatures of model versions",
     "onnx": "`models export --format onnx`",
     "ray": "`ingest --engine ray` over many machines, `datasvc.integrations.ray_data` and other modules for Ray",
@@ -125,6 +127,7 @@ _EXTRA_OF_MODULE: Final = {
     "nvidia": "gpu",
     "simplejpeg": "images",
     "soundfile": "audio",
+    "av": "video",
     "cloudpickle": "train",
     "jinja2": "ui",
     "duckdb": "sql",

@@ -22,6 +22,8 @@ from datasvc.loaders.images.image_loader import ImageLoader
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.tokens.token_decoder import TokenBatch
 from datasvc.loaders.tokens.token_loader import TokenFormat, TokenLoader
+from datasvc.loaders.video.clip_decoder import VideoBatch
+from datasvc.loaders.video.video_loader import VideoLoader
 from datasvc.order import OrderConfig
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ __all__ = [
     "TokenBatch",
     "TokenFormat",
     "TokenLoader",
+    "VideoBatch",
+    "VideoLoader",
     "serve_loader_metrics",
 ]
 

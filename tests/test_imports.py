@@ -138,7 +138,7 @@ ALLOWED["datasvc.integrations"] = ALLOWED["datasvc.api"] | {
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
     "datasvc.shards": [
-        "format images audio lines",
+        "format images audio video lines",
         "sources packing",
         "versions",
         "history ingestion query export",
@@ -164,6 +164,7 @@ ROOMS = {
         "core",
         "tokens decode_sharing decode",
         "torch images audio",
+        "video",
     ],
     "datasvc.loaders.decode": [".", "gpu", "choice"],
     "datasvc.trainer": [

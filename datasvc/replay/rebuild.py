@@ -24,6 +24,7 @@ from datasvc.loaders import (
     PixelFormat,
     TokenFormat,
     TokenLoader,
+    VideoLoader,
 )
 from datasvc.loaders.augment.objects import parse_objects
 from datasvc.loaders.core.batches import BatchPositions, Cursor, SampleBatches
@@ -119,6 +120,17 @@ def open_loader(
             on_bad="mask",
             prefetch=0,
         )
+    elif kind == "video":
+        groups = _tuples(settings, "augment", "pixels")
+        loader = VideoLoader(
+            samples,
+            **common,
+            **{name: value for name, value in settings.items() if name not in groups},
+            pixels=PixelFormat(**groups["pixels"]),
+            augment=AugmentConfig(**groups["augment"]),
+            on_bad="mask",
+            prefetch=0,
+        )
     elif kind == "images":
         loader = _open_images(samples, common, settings, transform=transform)
     else:
@@ -126,6 +138,14 @@ def open_loader(
     state = {name: value for name, value in use.state.items() if name not in {MASKED, "evaluation", "decode"}}
     loader.load_state_dict({**state, "epoch": step.epoch, "position": start})
     return loader
+
+
+def _tuples(settings: Mapping[str, Any], *groups: str) -> dict[str, dict[str, Any]]:
+    """Return groups of settings with tuples for the lists of JSON."""
+    return {
+        group: {key: tuple(value) if isinstance(value, list) else value for key, value in settings[group].items()}
+        for group in groups
+    }
 
 
 def _open_images(
@@ -138,10 +158,7 @@ def _open_images(
     name = settings.get("transform")
     if name is not None and transform is None:
         raise ConfigError(f"the run changed images by its transform {name}; give it, as --transform MODULE:FUNCTION")
-    groups: dict[str, dict[str, Any]] = {
-        group: {key: tuple(value) if isinstance(value, list) else value for key, value in settings[group].items()}
-        for group in ("augment", "pixels")
-    }
+    groups = _tuples(settings, "augment", "pixels")
     annotated = {name: settings[name] for name in ("images", "masks", "boxes", "keypoints") if name in settings}
     if "objects" in settings:
         annotated["objects"] = parse_objects(settings["objects"])

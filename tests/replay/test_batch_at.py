@@ -21,6 +21,7 @@ from datasvc.loaders import (
     MixtureStage,
     OrderConfig,
     TokenLoader,
+    VideoLoader,
 )
 from datasvc.models import ConsumptionTracker
 from datasvc.models.versions.data_use import DataUse, ReadSpan
@@ -30,8 +31,10 @@ from datasvc.runs import RunLog
 from datasvc.views.replayed import previews, replay_facts, write_replay
 from tests.cli.command import run
 from tests.loaders.core.test_masks import blocks  # noqa: F401 - a fixture
+from tests.loaders.video.test_video_loader import split_of
 from tests.models.trainings import commit
 from tests.support.sounds import encode, ingest_files, noise
+from tests.support.videos import video
 
 AUGMENT = AugmentConfig(scale=(0.3, 1.0), brightness=0.4, hue=0.1)
 FAST = {"size": 32, "decode": DecodeConfig(num_threads=1), "augment": AUGMENT}
@@ -120,6 +123,19 @@ def test_clips_of_sounds_are_replayed(tmp_path):
     for step in range(1, 4):
         for rank in range(2):
             equal(seen[step][rank], batch_at(repository, "keywords@1", step, rank=rank).batch)
+
+
+def test_clips_of_videos_are_replayed(tmp_path):
+    videos = split_of(tmp_path / "repo", [video(name) for name in ("h264", "vp9", "mpeg4")] * 4)
+
+    def make(ranks, masked):
+        options = {"frames": 3, "stride": 4, "size": 32, "augment": AugmentConfig(hue=0.2, ratio=(0.9, 1.1))}
+        return VideoLoader(videos, batch_size=3, training=True, ranks=ranks, masked=masked, **options)
+
+    seen = train(videos.repository, "actions", make, steps=3, world_size=2)
+    for step in range(1, 4):
+        for rank in range(2):
+            equal(seen[step][rank], batch_at(videos.repository, "actions@1", step, rank=rank).batch)
 
 
 def mixture_in_stages(digits):

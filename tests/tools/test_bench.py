@@ -92,6 +92,11 @@ def test_clips_of_sounds_are_measured(tmp_path):
 
 
 @pytest.mark.long
+def test_clips_of_videos_are_measured(tmp_path):
+    check(run_json("video", "--repeats", 1, "--files", 4, "--batch", 2, "--folder", tmp_path), repeats=1)
+
+
+@pytest.mark.long
 def test_the_loader_is_measured(tmp_path):
     arguments = ["--repeats", 1, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
     check(run_json("loader", *arguments), repeats=1)

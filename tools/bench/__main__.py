@@ -23,6 +23,7 @@ MODULES: Final = {
     "evaluation": "loader",
     "tokens": "tokens",
     "audio": "audio",
+    "video": "video",
     "shared": "shared",
     "shared_training": "shared",
     "cache": "cache",

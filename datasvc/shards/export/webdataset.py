@@ -33,8 +33,9 @@ from datasvc.shards.export.export_format import (
     is_label,
     refused_column,
 )
-from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, is_blob, is_text
+from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, VIDEO, is_blob, is_text
 from datasvc.shards.versions.dataset import Split
+from datasvc.shards.video.video_file import video_extension
 
 _BLOCK_BYTES: Final = 512
 _RECORD_BYTES: Final = 20 * _BLOCK_BYTES
@@ -145,10 +146,14 @@ def _file_extension(column: pa.Field, value: Any) -> str:
         return "cls"
     if is_text(column.type):
         return f"{column.name}.txt"
-    extension = image_extension(value)
+    head = bytes(memoryview(value)[:16])
     if column.name == AUDIO:
-        extension = audio_extension(bytes(memoryview(value)[:16]))
-    if column.name in {AUDIO, IMAGE} and extension is not None:
+        extension = audio_extension(head)
+    elif column.name == VIDEO:
+        extension = video_extension(head)
+    else:
+        extension = image_extension(value)
+    if column.name in {AUDIO, IMAGE, VIDEO} and extension is not None:
         return extension
     return f"{column.name}.{extension or 'bin'}"
 

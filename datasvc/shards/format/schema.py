@@ -22,11 +22,25 @@ BOXES, BOX_LABELS, KEYPOINTS = "boxes", "box_labels", "keypoints"
 BOX_CLASSES: Final = b"datasvc.box_classes"
 """Metadata of a source or a shard with `box_labels`: the names of the classes by label, as a JSON list."""
 AUDIO, RATE, CHANNELS, FRAMES, DURATION = "audio", "rate", "channels", "frames", "duration"
+VIDEO, VIDEO_WIDTH, VIDEO_HEIGHT, VIDEO_FRAMES = "video", "video_width", "video_height", "video_frames"
+VIDEO_PTS, VIDEO_KEYS = "video_pts", "video_key_frames"
 # Columns that the ingest measures of the encoded files in a column. Those of sounds: frames per second, channels,
-# frames, and seconds.
+# frames, and seconds. Those of videos have a prefix, because samples may have images and sounds too.
 _IMAGE_COLUMNS: Final = {WIDTH: pa.int32(), HEIGHT: pa.int32()}
 _AUDIO_COLUMNS: Final = {RATE: pa.int32(), CHANNELS: pa.int32(), FRAMES: pa.int64(), DURATION: pa.float64()}
-_KIND: Final = b"datasvc.kind"  # in the metadata of a source's column: `image` or `audio`, which is encoded in it
+# In the order of `read_video_header`; duration and time base are in seconds, and `video_pts` are in time bases.
+_VIDEO_COLUMNS: Final = {
+    VIDEO_WIDTH: pa.int32(),
+    VIDEO_HEIGHT: pa.int32(),
+    VIDEO_FRAMES: pa.int64(),
+    "video_duration": pa.float64(),
+    "video_fps": pa.float64(),
+    "video_time_base": pa.float64(),
+    "video_codec": pa.string(),
+    VIDEO_PTS: pa.list_(pa.int64()),
+    VIDEO_KEYS: pa.list_(pa.struct([pa.field(name, pa.int64()) for name in ("pts", "dts", "offset")])),
+}
+_KIND: Final = b"datasvc.kind"  # in the metadata of a source's column: `image`, `audio` or `video`, encoded in it
 _PREFIX: Final = b"datasvc."
 REDACTED: Final = b"datasvc.redacted"
 """Metadata of a shard with purged samples: a bitmap of its rows, lowest bit first, as hexadecimal digits."""
@@ -65,20 +79,32 @@ def is_audio(field: pa.Field) -> bool:
     return (field.metadata or {}).get(_KIND) == b"audio"
 
 
+def video_field(name: str, *, nullable: bool = False) -> pa.Field:
+    """Return the field by which a source declares a column of encoded videos."""
+    return pa.field(name, pa.large_binary(), nullable=nullable, metadata={_KIND: b"video"})
+
+
+def is_video(field: pa.Field) -> bool:
+    """Return whether a column of a source holds encoded videos."""
+    return (field.metadata or {}).get(_KIND) == b"video"
+
+
 def is_media(field: pa.Field) -> bool:
-    """Return whether a column of a source holds encoded images or sounds, which the ingest checks."""
-    return is_image(field) or is_audio(field)
+    """Return whether a column of a source holds encoded images, sounds or videos, which the ingest checks."""
+    return is_image(field) or is_audio(field) or is_video(field)
 
 
 def added_columns(field: pa.Field) -> dict[str, pa.DataType]:
     """Return the columns that the ingest adds after a source's column, with their types."""
     if field.name == IMAGE and is_image(field):
         return dict(_IMAGE_COLUMNS)
+    if field.name == VIDEO and is_video(field):
+        return dict(_VIDEO_COLUMNS)
     return dict(_AUDIO_COLUMNS) if field.name == AUDIO and is_audio(field) else {}
 
 
 def stored_schema(source: pa.Schema) -> pa.Schema:
-    """Return the shard schema for a source's columns, with the `added_columns` after those of images and sounds.
+    """Return the shard schema for a source's columns, with the `added_columns` after those of media.
 
     Metadata of the source with the prefix `datasvc.`, such as a tokenizer's digest, is kept.
 
@@ -148,12 +174,14 @@ def measured_columns(schema: pa.Schema) -> tuple[str, ...]:
 
 def measured_among(schema: pa.Schema, names: Collection[str]) -> tuple[str, ...]:
     """Return the measured columns of samples that have the columns `names`, some of them in `schema`."""
-    found = (WIDTH, HEIGHT) if IMAGE in names else ()
-    # By their types too: a source's own column `audio` of bytes may have a neighbour that is called `rate`.
-    has_audio = AUDIO in names and all(
-        name in schema.names and schema.field(name).type == data_type for name, data_type in _AUDIO_COLUMNS.items()
-    )
-    return (*found, *_AUDIO_COLUMNS) if has_audio else found
+    found: tuple[str, ...] = (WIDTH, HEIGHT) if IMAGE in names else ()
+    for media, columns in ((AUDIO, _AUDIO_COLUMNS), (VIDEO, _VIDEO_COLUMNS)):
+        # By their types too: a source's own column `audio` of bytes may have a neighbour that is called `rate`.
+        if media in names and all(
+            name in schema.names and schema.field(name).type == data_type for name, data_type in columns.items()
+        ):
+            found += (*columns,)
+    return found
 
 
 def is_gathered(data_type: pa.DataType) -> bool:

@@ -23,7 +23,7 @@ from datasvc.keyed_random import Integers
 from datasvc.progress import Progress
 from datasvc.repository import Repository
 from datasvc.shards.format.digests import DIGEST_BYTES, BlobViews, blob_views, digest_batch, value_offsets
-from datasvc.shards.format.schema import IMAGE, KEY, LABEL, added_columns, is_gathered, is_media
+from datasvc.shards.format.schema import IMAGE, KEY, LABEL, added_columns, is_gathered, is_list, is_media, is_text
 from datasvc.shards.ingestion.build import EarlierShards, IngestWork, ShardFinisher, ShardOutput, UnitResult
 from datasvc.shards.ingestion.media_check import CheckedMedia, check_media
 from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, IngestUnit, is_held_out, permute_in_shard
@@ -80,8 +80,8 @@ class CheckedBatch:
 def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[BadSample]) -> CheckedBatch:
     """Return the good samples of a source's batch with the columns of the shards; add the others to `bad`.
 
-    Images and sounds are checked and measured, images re-encoded if the options require it. Labels get
-    their stored numbers.
+    Images, sounds and videos are checked and measured, images re-encoded if the options require it. Labels get their
+    stored numbers.
     """
     reasons: dict[int, str] = {}
     columns = {name: batch.column(name) for name in batch.schema.names}
@@ -91,8 +91,9 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
             continue
         checked_files, columns[declared.name] = _check_files(work, declared, batch.column(declared.name), reasons)
         for number, (name, data_type) in enumerate(added_columns(declared).items()):
-            # A null or bad file has the sizes 0.
-            columns[name] = pa.array([each.measured[number] if each else 0 for each in checked_files], data_type)
+            # A null or bad file has the sizes 0, and empty texts and lists.
+            empty: Any = [] if is_list(data_type) else "" if is_text(data_type) else 0
+            columns[name] = pa.array([each.measured[number] if each else empty for each in checked_files], data_type)
         if declared.name == IMAGE:
             kinds = [each.kind if each else "" for each in checked_files]
     # A column `label` of another type is treated as an ordinary column.
@@ -138,7 +139,7 @@ def value_bytes(column: pa.Array) -> Integers:
 def _check_files(
     work: IngestWork, field: pa.Field, column: pa.Array, reasons: dict[int, str]
 ) -> tuple[list[CheckedMedia | None], pa.Array]:
-    """Return what is known of images or sounds, and those to store; add to `reasons` why one is bad, by row."""
+    """Return what is known of the encoded files, and those to store; add to `reasons` why one is bad, by row."""
     options = work.options
     checked_files: list[CheckedMedia | None] = []
     reencoded: dict[int, bytes] = {}

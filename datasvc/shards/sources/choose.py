@@ -27,12 +27,14 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 from datasvc.shards.sources.common.streams import COMPRESSIONS
 from datasvc.shards.sources.common.tables import TableSource, name_table_labels
+from datasvc.shards.video.video_file import EXTENSIONS as VIDEOS
 
 # Source classes by format, as paths below `datasvc.shards.sources`. A class is imported only when it is chosen, so
 # that an image folder needs neither tokenizers nor lmdb.
 _CLASSES: Final = {
     "image-folder": "images.image_folder.ImageFolderSource",
     "audio-folder": "images.image_folder.AudioFolderSource",
+    "video-folder": "images.image_folder.VideoFolderSource",
     "manifest": "images.manifest.ManifestSource",
     "imagenet": "images.imagenet.ImageNetSource",
     "coco": "images.coco.CocoSource",
@@ -65,11 +67,12 @@ _EXTENSIONS: Final = {
     # Also pictures that are read with an option or a package only: the source says with which.
     "image-folder": (*IMAGES, ".heic", ".heif"),
     "audio-folder": tuple(SOUNDS),
+    "video-folder": tuple(VIDEOS),
 }
 _FORMAT_OF_EXTENSION: Final = {
     extension: format_name for format_name, extensions in _EXTENSIONS.items() for extension in extensions
 }
-_FOLDERS: Final = ("image-folder", "audio-folder")
+_FOLDERS: Final = ("image-folder", "audio-folder", "video-folder")
 # Files that identify the format of a folder, whatever other files it contains.
 _FORMAT_OF_NAME: Final = {
     "dataset_dict.json": "huggingface",
@@ -182,7 +185,7 @@ def _format_of_folder(paths: list[str], url: str) -> str:
         if name in unique_names:
             return format_name
     num_files = Counter(format_name for format_name in map(_format_of_file_name, names) if format_name is not None)
-    # Such folders often hold notes and lists too, so a single image decides, and then a single sound.
+    # Such folders often hold notes and lists too, so a single image decides, then a single sound, and then a video.
     if "image-folder" in num_files:
         for format_name, pattern in _ANNOTATIONS.items():
             if any(map(pattern.search, paths)):

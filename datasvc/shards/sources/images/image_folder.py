@@ -20,12 +20,13 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.audio.audio_file import EXTENSIONS as AUDIO_EXTENSIONS
-from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, LABEL, audio_field, image_field
+from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, LABEL, VIDEO, audio_field, image_field, video_field
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.file_checks import unread_pictures
 from datasvc.shards.sources.common.listing import SourceFile, find_below
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SPLIT_NAMES, SourceOptions
 from datasvc.shards.sources.common.source import ListedFile, ListedSource, printable
+from datasvc.shards.video.video_file import EXTENSIONS as VIDEO_EXTENSIONS
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,24 @@ class AudioFolderSource(ImageFolderSource):
     def media(self) -> pa.Field:
         """The column that has the content of the files."""
         return audio_field(AUDIO)
+
+
+@dataclass(frozen=True)
+class VideoFolderSource(ImageFolderSource):
+    """A listed folder of videos, with the folders of `ImageFolderSource`."""
+
+    kind: ClassVar[str] = "video-folder"
+    noun: ClassVar[str] = "videos"
+
+    @staticmethod
+    def extensions(options: SourceOptions) -> Collection[str]:  # noqa: ARG004 - those of images depend on them
+        """Return the extensions of the files that are samples."""
+        return VIDEO_EXTENSIONS
+
+    @property
+    def media(self) -> pa.Field:
+        """The column that has the content of the files."""
+        return video_field(VIDEO)
 
 
 def _by_folder(

@@ -19,7 +19,17 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.audio.audio_file import EXTENSIONS as AUDIO_EXTENSIONS
-from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, LABEL, added_columns, audio_field, image_field
+from datasvc.shards.format.schema import (
+    AUDIO,
+    IMAGE,
+    KEY,
+    LABEL,
+    VIDEO,
+    added_columns,
+    audio_field,
+    image_field,
+    video_field,
+)
 from datasvc.shards.sources.common.column_types import cast_column, is_text, sample_type
 from datasvc.shards.sources.common.listing import extension_of, find_below
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SPLIT_NAMES, SourceOptions
@@ -31,6 +41,7 @@ from datasvc.shards.sources.tabular.json_lines import EXTENSIONS as JSON_EXTENSI
 from datasvc.shards.sources.tabular.json_lines import JsonLinesSource
 from datasvc.shards.sources.tabular.parquet import EXTENSIONS as PARQUET_EXTENSIONS
 from datasvc.shards.sources.tabular.parquet import ParquetSource
+from datasvc.shards.video.video_file import EXTENSIONS as VIDEO_EXTENSIONS
 
 _UNLISTED: Final = "not in the manifest"
 _MAX_SHOWN_FILES: Final = 10
@@ -93,10 +104,8 @@ class ManifestSource(ListedSource):
         own, unlisted = resolve_url(options.manifest)[1], files_below.keys() - set(names)
         num_unlisted = sum(f"{root}/{name}" != own for name in unlisted)
         ignored = Counter({_UNLISTED: num_unlisted} if num_unlisted else {})
-        is_audio = extension_of(names[0]) in AUDIO_EXTENSIONS
-        schema = manifest.schema(labels, audio_field(AUDIO) if is_audio else image_field(IMAGE))
-        chosen = AudioManifestSource if is_audio else ManifestSource
-        return chosen(url, schema, files_by_split, classes, ignored, manifest.key is not None)
+        chosen, media = _choose_media(names[0])
+        return chosen(url, manifest.schema(labels, media), files_by_split, classes, ignored, manifest.key is not None)
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,22 @@ class AudioManifestSource(ManifestSource):
     """A manifest whose first file is a sound by its extension."""
 
     kind: ClassVar[str] = "audio-folder"
+
+
+@dataclass(frozen=True)
+class VideoManifestSource(ManifestSource):
+    """A manifest whose first file is a video by its extension."""
+
+    kind: ClassVar[str] = "video-folder"
+
+
+def _choose_media(name: str) -> tuple[type[ManifestSource], pa.Field]:
+    """Return the source of a manifest, and the column that has its files, by the name of the first file."""
+    if extension_of(name) in AUDIO_EXTENSIONS:
+        return AudioManifestSource, audio_field(AUDIO)
+    if extension_of(name) in VIDEO_EXTENSIONS:
+        return VideoManifestSource, video_field(VIDEO)
+    return ManifestSource, image_field(IMAGE)
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:

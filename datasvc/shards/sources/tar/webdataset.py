@@ -10,7 +10,8 @@ The last extension of a field gives its column:
 - Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field whose name is only an image
   extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
   a single image field of another name becomes `image`. Other image fields ("seg.png") keep their names.
-- A sound (wav, flac, mp3, ogg, opus, ...) is the column `audio`, by the same rules.
+- A sound (wav, flac, mp3, ogg, opus, ...) is the column `audio`, and a video (mp4, mkv, webm, avi, mov) the column
+  `video`, by the same rules.
 - "cls" is an integer; the field with exactly this name is the column `label`.
 - "txt", "text" and "json" are text. JSON is not parsed: its structure may differ from sample to sample, while a
   column has one type.
@@ -18,7 +19,7 @@ The last extension of a field gives its column:
 
 The field "key.txt" is the key: `datasvc export` writes it for keys that cannot be a path. A field called `key`,
 `image`, `width`, `height` or `label` gets the prefix "source_" if the data set has another column of this name; so
-does one with a name of `audio` and what is measured of it.
+does one with a name of `audio`, of `video`, and of what is measured of these.
 """
 
 from __future__ import annotations
@@ -35,7 +36,17 @@ from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.audio.audio_file import EXTENSIONS as AUDIO_EXTENSIONS
-from datasvc.shards.format.schema import AUDIO, IMAGE, KEY, LABEL, added_columns, audio_field, image_field
+from datasvc.shards.format.schema import (
+    AUDIO,
+    IMAGE,
+    KEY,
+    LABEL,
+    VIDEO,
+    added_columns,
+    audio_field,
+    image_field,
+    video_field,
+)
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.columns import to_batches
 from datasvc.shards.sources.common.file_checks import hidden_part
@@ -44,6 +55,7 @@ from datasvc.shards.sources.common.listing import list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart, file_part
 from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReader, open_tar
+from datasvc.shards.video.video_file import EXTENSIONS as VIDEO_EXTENSIONS
 from datasvc.threads import map_in_threads
 
 _TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
@@ -55,7 +67,9 @@ _META: Final = re.compile(r"__[^/]*__(/|$)")
 KEY_FIELD: Final = "key.txt"
 _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)  # without the dot
 _SOUNDS: Final = frozenset(extension[1:] for extension in AUDIO_EXTENSIONS)
-_MEDIA: Final[Mapping[str, Callable[..., pa.Field]]] = {IMAGE: image_field, AUDIO: audio_field}
+_VIDEOS: Final = frozenset(extension[1:] for extension in VIDEO_EXTENSIONS)
+_EXTENSIONS_OF: Final = {IMAGE: _IMAGES, AUDIO: _SOUNDS, VIDEO: _VIDEOS}
+_MEDIA: Final[Mapping[str, Callable[..., pa.Field]]] = {IMAGE: image_field, AUDIO: audio_field, VIDEO: video_field}
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
 _DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")  # an int64 has at most 19 digits
 _SOURCE_PREFIX: Final = "source_"
@@ -281,9 +295,9 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     nullable only if at least one sample in ten lacks it: otherwise a sample without an image is a bad sample.
     """
     counts = Counter(name for names in samples for name in names if name != KEY_FIELD)  # number of samples by field
-    main = {  # the fields of the columns `image` and `audio`
+    main = {  # the fields of the columns `image`, `audio` and `video`
         column: _main_fields(samples, [name for name in counts if _last(name) in extensions], extensions)
-        for column, extensions in ((IMAGE, _IMAGES), (AUDIO, _SOUNDS))
+        for column, extensions in _EXTENSIONS_OF.items()
     }
     # A field must not get the name of a column that loaders read as something else.
     taken = {KEY}
@@ -328,7 +342,7 @@ def field_value(name: str, content: bytes) -> bytes | str | int:
 def _main_fields(
     samples: Sequence[Collection[str]], fields: Sequence[str], extensions: Collection[str]
 ) -> Sequence[str]:
-    """Return the fields that become `image`, or `audio`; they may include fields that no sample has yet."""
+    """Return the fields that become `image`, `audio` or `video`; they may include fields that no sample has yet."""
     extension_only = [name for name in fields if "." not in name]
     if not extension_only:
         return fields if len(fields) == 1 else []
@@ -339,10 +353,11 @@ def _main_fields(
 
 
 def _field(name: str, column: str, *, nullable: bool) -> pa.Field:
-    """Return the `column` for the field `name`. `nullable` is for images and sounds: all others are nullable."""
+    """Return the `column` for the field `name`. `nullable` is for these media: all others are nullable."""
     last = _last(name)
-    if last in _IMAGES | _SOUNDS:
-        return _MEDIA[IMAGE if last in _IMAGES else AUDIO](column, nullable=nullable)
+    for media, extensions in _EXTENSIONS_OF.items():
+        if last in extensions:
+            return _MEDIA[media](column, nullable=nullable)
     if last == _INTEGER:
         return pa.field(column, pa.int32() if column == LABEL else pa.int64())
     return pa.field(column, pa.string() if last in _TEXTS else pa.large_binary())

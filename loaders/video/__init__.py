@@ -1,0 +1,1 @@
+"""`VideoLoader`, which serves batches of clips, and its parts."""

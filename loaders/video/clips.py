@@ -1,0 +1,82 @@
+"""Which frames of a video a clip has, as a pure function of (seed, epoch, position)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from datasvc.errors import ConfigError
+from datasvc.keyed_random import Integers, derive_keys, uniform
+from datasvc.loaders.core.arguments import check_sizes
+
+Short = Literal["repeat", "bad"]
+_STARTS: Final = 51  # value of `purpose` for `derive_keys`; tournaments have 49 and 50
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """The frames of a clip.
+
+    Attributes:
+        frames: number of frames, at least 1.
+        stride: distance of two frames, in frames of the video, at least 1.
+        short: treatment of a video that is shorter than a clip: "repeat" its last frame, or count it as a "bad"
+            sample, which `DecodeConfig.on_bad` raises or masks.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    frames: int = 8
+    stride: int = 2
+    short: Short = "repeat"
+
+    def __post_init__(self) -> None:
+        check_sizes(frames=self.frames, stride=self.stride)
+        if self.short not in get_args(Short):
+            raise ConfigError(f"short is {self.short!r}; expected one of {', '.join(get_args(Short))}")
+
+    @property
+    def span(self) -> int:
+        """Frames of the video from the first frame of a clip to the last."""
+        return (self.frames - 1) * self.stride + 1
+
+
+@dataclass(frozen=True)
+class ClipFrames:
+    """The clips of a batch.
+
+    Attributes:
+        numbers: `int64[n, frames]`, number of each frame in its video, ascending; after the end of a video, that of
+            the last frame of the clip that it has.
+        lengths: `int64[n]`, number of frames that are not repeated.
+    """
+
+    numbers: Integers
+    lengths: Integers
+
+
+def plan_clips(
+    counts: Integers, positions: Integers, *, config: ClipConfig, seed: int, epoch: int, training: bool
+) -> ClipFrames:
+    """Choose the clip of each video: from a random frame in training, in the centre otherwise.
+
+    Args:
+        counts: `int64[n]`, frames of each video, at least 1.
+        positions: `int64[n]`, positions of the samples in the epoch.
+        config: frames of a clip.
+        seed: seed of the access order.
+        epoch: epoch of the access order.
+        training: whether starts are random.
+    """
+    spare = np.maximum(counts - config.span, 0)
+    if training:
+        key = derive_keys(seed, epoch, _STARTS, 1)[0]
+        starts = (uniform(key, positions, 0) * (spare + 1)).astype(np.int64)
+    else:
+        starts = spare // 2
+    lengths = np.minimum((counts - starts - 1) // config.stride + 1, config.frames)
+    steps = np.minimum(np.arange(config.frames), lengths[:, None] - 1)
+    return ClipFrames(starts[:, None] + steps * config.stride, lengths)

@@ -1,0 +1,116 @@
+"""Clips per second of `VideoLoader`, beside a plain loop over PyAV."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+
+import datasvc
+from datasvc.cache import Cache
+from datasvc.loaders import VideoLoader
+from datasvc.shards import Split
+from tools.bench.runner import Options, Report, bench, run_rounds
+
+OWN, SEEKING, SEQUENTIAL = "VideoLoader", "PyAV loop with seeks", "PyAV loop from the start"
+FRAMES, STRIDE, SIZE, LENGTH, FPS = 8, 2, 112, 250, 25
+
+
+@bench(repeats=5, files=48, batch=8, workers=2)
+def video(options: Options) -> Report:
+    """Clips per second of `VideoLoader`, beside a plain loop over PyAV.
+
+    H.264 in MP4, 320 x 240, 10 seconds at 25 frames per second, a key frame each second; clips of 8 frames with
+    stride 2 from a random frame, scaled to 112 pixels. Each round is an epoch: ours from a staged cache in
+    `--workers` threads, the loops from files in the page cache in one thread. Ratios are of times: how many times as
+    long as `VideoLoader` the loops take.
+    """
+    if options.files < 2 * options.batch:
+        sys.exit(f"--files must be at least {2 * options.batch}, two batches")
+    source = options.folder / "source"
+    source.mkdir()
+    for number in range(options.files):
+        _write(source / f"{number:06}.mp4", number)
+    repository = datasvc.open(str(options.folder / "repository"), create=True)
+    repository.datasets.ingest(str(source), "clips")
+    split = repository.dataset("clips@1")["train"]
+    paths = sorted(source.iterdir())
+    with Cache(options.folder / "cache", budget=1 << 30) as cache:
+        cache.stage([split])
+        arms: dict[str, Callable[[], float]] = {
+            OWN: lambda: _run_own(split, cache, options),
+            SEEKING: lambda: _rate(_loop(paths, options.batch, seeks=True), options),
+            SEQUENTIAL: lambda: _rate(_loop(paths, options.batch, seeks=False), options),
+        }
+        rates = run_rounds(arms, options.repeats)
+    report = Report(f"Batches of {options.batch} clips from {options.files:,} files", note="Ratios are of times")
+    report.add_rows("clips/s", rates)
+    for arm in (SEEKING, SEQUENTIAL):
+        report.add_ratio(f"{arm} / {OWN}", rates[OWN], rates[arm])
+    return report
+
+
+def _write(path: Path, seed: int) -> None:
+    base = np.random.default_rng(seed).integers(0, 256, (60, 80, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FPS, options={"preset": "veryfast"})
+        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
+        stream.codec_context.gop_size = FPS
+        for number in range(LENGTH):
+            moved = np.ascontiguousarray(base[number % 240 :, number % 320 :][:240, :320])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(moved, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def _run_own(split: Split, cache: Cache, options: Options) -> float:
+    with VideoLoader(
+        split,
+        batch_size=options.batch,
+        training=True,
+        cache=cache,
+        frames=FRAMES,
+        stride=STRIDE,
+        size=SIZE,
+        pixels="uint8",
+        num_threads=options.workers,
+    ) as loader:
+        return _rate(loader, options)
+
+
+def _loop(paths: Sequence[Path], batch: int, *, seeks: bool) -> Iterator[torch.Tensor]:
+    random = np.random.default_rng(0)
+    order = random.permutation(len(paths)).tolist()
+    for start in range(0, len(paths) - batch + 1, batch):
+        yield torch.stack([_clip(paths[number], random, seeks=seeks) for number in order[start : start + batch]])
+
+
+def _clip(path: Path, random: np.random.Generator, *, seeks: bool) -> torch.Tensor:
+    first = int(random.integers(LENGTH - (FRAMES - 1) * STRIDE))
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        step = int(1 / FPS / stream.time_base)
+        wanted = {(first + number * STRIDE) * step for number in range(FRAMES)}
+        if seeks:
+            container.seek(first * step, stream=stream)
+        found = []
+        for frame in container.decode(stream):
+            if frame.pts in wanted:
+                found.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
+                if len(found) == FRAMES:
+                    break
+    clip = torch.stack(found).permute(0, 3, 1, 2)[:, :, :240, :240]
+    return torch.nn.functional.interpolate(clip, size=(SIZE, SIZE), mode="bilinear", antialias=True)
+
+
+def _rate(batches: Iterable[object], options: Options) -> float:
+    """Return the clips per second of an epoch without its first batch, which starts threads."""
+    iterator = iter(batches)
+    next(iterator)
+    started = time.perf_counter()
+    num_batches = sum(1 for _ in iterator)
+    return num_batches * options.batch / (time.perf_counter() - started)
