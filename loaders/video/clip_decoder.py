@@ -29,11 +29,11 @@ from datasvc.loaders.decode.worker import make_resizer, scale_box
 from datasvc.loaders.images.image_decoder import ImagePlan
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
-from datasvc.loaders.video.clips import ClipConfig, ClipFrames, plan_clips
+from datasvc.loaders.video.clips import ClipConfig, ClipFrames, plan_clips, read_frame_index
 from datasvc.printable import count_text
 from datasvc.shards import Shard
 from datasvc.shards.format.schema import LABEL, VIDEO_FRAMES, VIDEO_HEIGHT, VIDEO_WIDTH
-from datasvc.shards.video.video_file import decode_frames, read_frame_index
+from datasvc.shards.video.video_file import decode_frames
 from datasvc.threads import run_before_threads_end
 
 A = TypeVar("A")

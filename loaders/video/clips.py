@@ -10,6 +10,9 @@ import numpy as np
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 from datasvc.loaders.core.arguments import check_sizes
+from datasvc.shards import Shard
+from datasvc.shards.format.schema import VIDEO_FRAMES, VIDEO_KEYS, VIDEO_PTS
+from datasvc.shards.video.video_file import FrameIndex, KeyFrame
 
 Short = Literal["repeat", "bad"]
 _STARTS: Final = 51  # value of `purpose` for `derive_keys`; tournaments have 49 and 50
@@ -80,3 +83,14 @@ def plan_clips(
     lengths = np.minimum((counts - starts - 1) // config.stride + 1, config.frames)
     steps = np.minimum(np.arange(config.frames), lengths[:, None] - 1)
     return ClipFrames(starts[:, None] + steps * config.stride, lengths)
+
+
+def read_frame_index(shard: Shard, row: int) -> FrameIndex:
+    """Return the index of the frames of the video in a row of a shard."""
+    pts, keys = (shard.column(name)[row].values for name in (VIDEO_PTS, VIDEO_KEYS))
+    fields = [keys.field(name).to_pylist() for name in KeyFrame._fields]
+    return FrameIndex(
+        shard.column(VIDEO_FRAMES)[row].as_py(),
+        pts.to_numpy().astype(np.int64, copy=False),
+        [KeyFrame(*values) for values in zip(*fields, strict=True)],
+    )

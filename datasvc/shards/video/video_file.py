@@ -26,9 +26,6 @@ import numpy.typing as npt
 from datasvc.errors import BadSampleError
 from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
-from datasvc.shards.format.mapped_file import Bytes
-from datasvc.shards.format.reader import Shard
-from datasvc.shards.format.schema import VIDEO_FRAMES, VIDEO_KEYS, VIDEO_PTS
 
 if TYPE_CHECKING:
     from av import Packet, VideoFrame
@@ -48,6 +45,7 @@ _UNKNOWN: Final = -1  # position of a packet
 _READ_BYTES: Final = 64 << 10  # read at a time
 
 Pixels = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]
 ReadBytes = Callable[[Bytes, Bytes], Bytes]
 """Reads a part of an encoded file: (view, buffer of its size) -> the bytes, in the buffer or in other memory."""
 
@@ -100,17 +98,6 @@ class VideoHeader(NamedTuple):
         index, times = self.frame_index, (self.duration, self.fps, self.time_base)
         keys = [key._asdict() for key in index.key_frames]
         return self.width, self.height, index.frames, *times, self.codec, index.pts.tolist(), keys
-
-
-def read_frame_index(shard: Shard, row: int) -> FrameIndex:
-    """Return the index of the video in a row of a shard."""
-    pts, keys = (shard.column(name)[row].values for name in (VIDEO_PTS, VIDEO_KEYS))
-    fields = [keys.field(name).to_pylist() for name in KeyFrame._fields]
-    return FrameIndex(
-        shard.column(VIDEO_FRAMES)[row].as_py(),
-        pts.to_numpy().astype(np.int64, copy=False),
-        [KeyFrame(*values) for values in zip(*fields, strict=True)],
-    )
 
 
 def read_video_header(content: bytes | memoryview | Bytes, *, decode: bool = False) -> VideoHeader:

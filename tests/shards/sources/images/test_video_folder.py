@@ -9,11 +9,12 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.loaders import VideoLoader
+from datasvc.loaders.video.clips import read_frame_index
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export import export
 from datasvc.shards.sources import SourceOptions
-from datasvc.shards.video.video_file import decode_frames, read_frame_index
+from datasvc.shards.video.video_file import decode_frames
 from tests.support.videos import decode_all, video
 
 NAMES = {"cats/a.mp4": "h264", "cats/b.mkv": "h264-open-gop-mkv", "dogs/c.webm": "vp9", "dogs/d.AVI": "h264-avi"}
