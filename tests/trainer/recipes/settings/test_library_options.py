@@ -135,6 +135,10 @@ EXCLUDED = {
         "tail": "training drops the last samples of an epoch, so that all batches have one size; evaluation pads",
         "ranks": _RANKS,
         "columns": "the loss is a function of image and label",
+        **dict.fromkeys(
+            ("images", "masks", "boxes", "keypoints", "objects"),
+            "the program classifies images; examples/detection.py trains on boxes",
+        ),
     },
     TokenLoader: {
         "training": _TASK,
@@ -206,6 +210,9 @@ def test_each_option_of_the_library_is_a_setting_or_is_excluded_for_a_reason(own
 # Public classes of the loaders that have no settings, and why.
 WITHOUT_SETTINGS = {
     "AudioBatch": "what a loader serves",
+    "VideoBatch": "what a loader serves",
+    "VideoLoader": "the program has no task for videos",
+    "ObjectConfig": "the program classifies images; examples/detection.py trains on boxes",
     "Batch": "what a loader serves",
     "ImageBatch": "what a loader serves",
     "TokenBatch": "what a loader serves",

@@ -23,7 +23,8 @@ class ImageSettings(SettingGroup):
         resize: pixels of the shorter side to which the evaluation scales an image before its centre crop; None:
             size * 256 / 224.
         evaluation: scaling and cropping of the images of the evaluation: "torchvision", as torchvision's `Resize` and
-            `CenterCrop`, or "window", which is faster and less exact; versions without this setting used "window".
+            `CenterCrop`, "window", which is faster and less exact, or "whole", the whole image as a square; versions
+            without this setting used "window".
         scale: range of a random crop's area, as a share of the image's.
         ratio: range of a random crop's width / height.
         flip: probability of a horizontal flip.
@@ -40,7 +41,7 @@ class ImageSettings(SettingGroup):
     size: Annotated[int, Metavar("PIXELS"), Range(1)] = 224
     resize: Annotated[int | None, Metavar("PIXELS")] = None
     # A test compares the choices with `augment.Evaluation`, whose module takes long to import.
-    evaluation: Literal["torchvision", "window"] = "torchvision"
+    evaluation: Literal["torchvision", "window", "whole"] = "torchvision"
     scale: Annotated[tuple[float, float], Metavar("MIN MAX")] = (0.08, 1.0)
     ratio: Annotated[tuple[float, float], Metavar("MIN MAX")] = (3 / 4, 4 / 3)
     flip: Annotated[float, Metavar("PROBABILITY")] = 0.5
