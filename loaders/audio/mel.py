@@ -77,8 +77,8 @@ class MelConfig:
             )
 
     def count_frames(self, num_samples: int) -> int:
-        """Return the number of frames of a wave."""
-        return 1 + num_samples // self.hop
+        """Return the number of frames of a wave; the middle of an odd window is a sample, which needs one more."""
+        return 1 + (num_samples - self.window % 2) // self.hop
 
 
 def mel_spectrogram(wave: npt.NDArray[np.float32], rate: int, config: MelConfig) -> npt.NDArray[np.float32]:
@@ -90,7 +90,7 @@ def mel_spectrogram(wave: npt.NDArray[np.float32], rate: int, config: MelConfig)
         config: settings.
 
     Returns:
-        `float32[channels, num_mels, frames]`, with 1 + samples // hop frames.
+        `float32[channels, num_mels, frames]`, with `count_frames(samples)` frames.
     """
     padded = np.pad(wave, ((0, 0), (config.window // 2,) * 2), mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, config.window, axis=1)[:, :: config.hop]

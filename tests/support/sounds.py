@@ -26,7 +26,7 @@ def noise(frames, channels=1, seed=0):
 def encode(samples, rate=16_000, extension="wav", subtype=None):
     """Return an encoded file."""
     out = io.BytesIO()
-    kind, default = FORMATS[extension]
+    kind, default = FORMATS.get(extension, (extension.upper(), "PCM_16"))
     soundfile.write(out, samples, rate, format=kind, subtype=subtype or default)
     return out.getvalue()
 

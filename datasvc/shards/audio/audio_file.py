@@ -1,7 +1,7 @@
 """Encoded sounds: headers without decoding, checks that files are complete, and decoding of a part of a file.
 
 libsndfile decodes all formats, through `soundfile`: one library with exact PCM, and seeks in every format. Only files
-that start like one of `_SIGNATURES` reach it, because its other readers (MATLAB, raw and old samplers) are not made
+that `looks_like_audio` accepts reach it, because its other readers (MATLAB, raw and old samplers) are not made
 for untrusted bytes. Decoding is done in blocks, so that memory depends on the part that is asked for, and not on what
 a header claims.
 """
@@ -12,7 +12,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ Samples = npt.NDArray[np.float32]
 ReadBytes = Callable[[Bytes, Bytes], Bytes]
 """Reads a part of an encoded file: (view, buffer of its size) -> the bytes, in the buffer or in other memory."""
 
-_SIGNATURES: Final = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd")
+_SIGNATURES: Final = (b"fLaC", b"OggS", b"ID3\2", b"ID3\3", b"ID3\4", b".snd")  # of MP3, a tag with its version
 _MPEG_LAYER_3: Final = frozenset({0xFA, 0xFB, 0xF2, 0xF3, 0xE2, 0xE3})  # second byte of a frame, after 0xFF
 # What phones and web pages hand out as sound, and libsndfile does not decode.
 _UNREAD: Final = {
@@ -104,10 +104,9 @@ def open_audio(content: Bytes, read: ReadBytes | None = None) -> Iterator[SoundF
         import soundfile
 
     stream = _ViewStream(content, read or (lambda view, _: view))
-    head = stream.read(12).tobytes()
-    _check_signature(head)
-    stream.seek(0)
     try:
+        _check_signature(stream.read(12).tobytes())
+        stream.seek(0)
         with _open_quickly(stream, len(content)) as target, soundfile.SoundFile(target, closefd=False) as file:
             if not (1 <= file.samplerate <= _MAX_RATE and 1 <= file.channels <= _MAX_CHANNELS):
                 raise BadSampleError(
@@ -118,9 +117,11 @@ def open_audio(content: Bytes, read: ReadBytes | None = None) -> Iterator[SoundF
                 raise BadSampleError("has no frames")
             yield file
     except soundfile.SoundFileError as error:
-        raise stream.error or BadSampleError(f"cannot be decoded: {getattr(error, 'error_string', error)}") from error
-    if stream.error is not None:
-        raise stream.error
+        raise BadSampleError(f"cannot be decoded: {getattr(error, 'error_string', error)}") from error
+    finally:
+        # After a failed read, the file seems to be empty, damaged or truncated.
+        if stream.error is not None:
+            raise stream.error
 
 
 @contextmanager
@@ -233,27 +234,30 @@ def _check_signature(head: bytes) -> None:
 
 
 def _check_end(content: Bytes) -> None:
-    """Raise BadSampleError if a WAV or Ogg file ends before its headers say: libsndfile accepts such files."""
+    """Raise BadSampleError if a file ends before its headers say, where libsndfile accepts that: MP3 and FLAC not."""
     head = content[:36].tobytes()
     if head.startswith(b"OggS"):
         _check_pages(content)
-    if not head.startswith((b"RIFF", b"RF64")):
+    if head.startswith(b".snd"):
+        _check_size(int.from_bytes(head[8:12], "big"), len(content) - int.from_bytes(head[4:8], "big"))
+    if not head.startswith((b"RIFF", b"RIFX", b"RF64", b"FORM")):
         return
+    order: Literal["big", "little"] = "big" if head.startswith((b"RIFX", b"FORM")) else "little"
     # In RF64 (EBU Tech 3306), a chunk before all others has the size of the samples.
     long_size = int.from_bytes(head[28:36], "little") if head[12:16] == b"ds64" else None
     position = 12
     while position + 8 <= len(content):
-        name, size = (
-            content[position : position + 4].tobytes(),
-            int(content[position + 4 : position + 8].view("<u4")[0]),
-        )
-        if name == b"data":
-            rest = len(content) - position - 8
-            size = size if long_size is None else long_size
-            if rest < size and size not in _UNKNOWN_SIZES:
-                raise BadSampleError(f"is truncated: {size:,} bytes of samples announced, {rest:,} found")
+        chunk = content[position : position + 8].tobytes()
+        size = int.from_bytes(chunk[4:], order)
+        if chunk.startswith((b"data", b"SSND")):
+            _check_size(size if long_size is None else long_size, len(content) - position - 8)
             return
         position += 8 + size + size % 2
+
+
+def _check_size(size: int, found: int) -> None:
+    if found < size and size not in _UNKNOWN_SIZES:
+        raise BadSampleError(f"is truncated: {size:,} bytes of samples announced, {max(found, 0):,} found")
 
 
 def _check_pages(content: Bytes) -> None:

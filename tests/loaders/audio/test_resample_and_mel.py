@@ -42,7 +42,7 @@ def reference(wave, rate, config):
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(config.window) / config.window)
     low, high = to_mel(config.low_hz), to_mel(config.high_hz or rate / 2)
     corners = [to_hz(low + (high - low) * k / (config.num_mels + 1)) for k in range(config.num_mels + 2)]
-    out = np.zeros((config.num_mels, 1 + len(wave) // config.hop))
+    out = np.zeros((config.num_mels, config.count_frames(len(wave))))
     for frame in range(out.shape[1]):
         power = np.abs(np.fft.fft(padded[frame * config.hop :][: config.window] * hann)) ** 2
         for mel in range(config.num_mels):
@@ -60,6 +60,7 @@ def reference(wave, rate, config):
         MelConfig(num_mels=20, window=256, hop=100),
         MelConfig(num_mels=20, window=256, hop=100, scale="slaney", log=False),
         MelConfig(num_mels=12, window=200, hop=80, low_hz=100, high_hz=3_000),
+        MelConfig(num_mels=12, window=251, hop=100),
         MelConfig(num_mels=12, window=200, hop=80, low_hz=20, high_hz=3_800, scale="slaney"),
     ],
 )

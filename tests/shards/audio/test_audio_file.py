@@ -1,5 +1,6 @@
 """Headers and checks of encoded sounds, good, damaged and hostile."""
 
+import itertools
 import struct
 import subprocess
 import sys
@@ -50,9 +51,12 @@ def test_a_part_of_an_uncompressed_file_is_read_alone():
         (b"", "empty file"),
         (b"plain text, no sound", "unknown format"),
         (b"\0\0\0 ftypM4A \0\0\0\0", r"MPEG-4 \(AAC\); expected WAV"),
+        (b"ID3001 of a patient", "unknown format"),  # bytes in a table
         (b"\0\0\0\x14MThd" + bytes(50), "unknown format"),
         (wav_header(0), "no frames"),
         (encode(noise(1_000))[:-500], "truncated: 2,000 bytes of samples announced, 1,500 found"),
+        (encode(noise(1_000), extension="aiff")[:-500], "truncated: 2,008 bytes of samples announced, 1,508 found"),
+        (encode(noise(1_000), extension="au")[:-500], "truncated: 2,000 bytes of samples announced, 1,500 found"),
         (encode(noise(1_000))[:40], "cannot be decoded"),
         (encode(noise(48_000), extension="flac")[:-20_000], "cannot be decoded|truncated"),
         (encode(noise(48_000), extension="mp3")[:10_000], "cannot be decoded|truncated"),
@@ -138,15 +142,24 @@ def test_without_soundfile_the_error_names_the_extra(monkeypatch):
         read_audio_header(wav_header(2_000) + bytes(2_000))
 
 
+@pytest.mark.parametrize("extension", ["aiff", "au"])
+def test_complete_files_of_other_chunks_are_accepted(extension):
+    assert read_audio_header(encode(noise(1_001), extension=extension)).frames == 1_001
+
+
+@pytest.mark.parametrize("first_failure", [0, 2, 5])
 @pytest.mark.parametrize("copied_bytes", [0, 1 << 30])
-def test_an_error_of_the_store_is_not_taken_for_a_damaged_file(monkeypatch, copied_bytes):
+def test_an_error_of_the_store_is_not_taken_for_a_damaged_file(monkeypatch, copied_bytes, first_failure):
     """libsndfile reads through C, where the exception of a read would be lost."""
     monkeypatch.setattr(audio_file, "_COPIED_BYTES", copied_bytes)
 
+    reads = itertools.count()
+
     def fail(view, buffer):
-        if len(view) > 7_000:
+        if next(reads) >= first_failure or len(view) > 7_000:
             raise UnavailableError("the disk cannot be read")
         return view
 
     with pytest.raises(UnavailableError), open_audio(np.frombuffer(encode(noise(9_000)), np.uint8), fail) as file:
-        list(decode_blocks(file, 0, 9_000))
+        if sum(map(len, decode_blocks(file, 0, 9_000))) < 9_000:
+            raise BadSampleError("is truncated")
