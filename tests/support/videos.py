@@ -86,12 +86,16 @@ def make_video(
     draw=picture,
     colours=None,
     gop=12,
+    flags="",
 ):
-    """Return an encoded file. `draw(number, width, height)` gives its pictures, `colours` is (space, range)."""
+    """Return an encoded file. `draw(number, width, height)` gives its pictures, `colours` is (space, range).
+
+    `flags` are those of MP4 in FFmpeg.
+    """
     av.logging.set_level(av.logging.PANIC)
     stream_file = io.BytesIO()
     rng = np.random.default_rng(0)
-    with av.open(stream_file, "w", format=container) as output:
+    with av.open(stream_file, "w", format=container, options={"movflags": flags} if flags else {}) as output:
         stream = output.add_stream(codec, rate=FPS, options=options or {})
         stream.width, stream.height, stream.pix_fmt = *size, pixels
         context = stream.codec_context

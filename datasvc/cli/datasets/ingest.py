@@ -40,6 +40,12 @@ AsTextOption = Annotated[
     list[str] | None,
     typer.Option(metavar="COLUMN", help="Column of text, whose values stay as written; may be given several times."),
 ]
+AsBytesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FIELD", help="Field of a WebDataset, such as mp4, that stays bytes; may be given several times."
+    ),
+]
 ClassesOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="Class names of integer labels, one per line, label 0 first.")
 ]
@@ -48,9 +54,10 @@ ClassesOption = Annotated[
 @options_from(
     "shards.sources.common.options.SourceOptions",
     "shards.ingestion.options.IngestSettings",
-    in_order="source name repo format split key key_prefix label_column as_text first_frame manifest classes "
-    "ground_truth synsets tokenizer block_tokens text shard_size max_side quality keep_order seed val_fraction "
-    "limit on_bad decode_check duplicates append on_common on_split_overlap workers engine dry_run message as_json",
+    in_order="source name repo format split key key_prefix label_column as_text as_bytes first_frame manifest "
+    "classes ground_truth synsets tokenizer block_tokens text shard_size max_side quality keep_order seed "
+    "val_fraction limit on_bad decode_check duplicates append on_common on_split_overlap workers "
+    "engine dry_run message as_json",
     **{name: typer.Option() for name in ("keep_order", "decode_check", "append")},  # with --no-
 )
 def ingest(
@@ -59,6 +66,7 @@ def ingest(
     repo: RepoOption,
     label_column: LabelColumnOption = None,
     as_text: AsTextOption = None,
+    as_bytes: AsBytesOption = None,
     classes: ClassesOption = None,
     shard_size: Annotated[str, typer.Option(help="Sample bytes per shard.")] = "64MiB",
     workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one per core.")] = None,
@@ -86,6 +94,7 @@ def ingest(
     options["source_options"] = source_options = SourceOptions(
         label=label_column,
         as_text=tuple(as_text or ()),
+        as_bytes=tuple(as_bytes or ()),
         **{field.name: options.pop(field.name) for field in fields(SourceOptions) if field.name in options},
     )
     opened = open_source(source, source_options)
@@ -101,8 +110,8 @@ def ingest(
 @options_from(
     "shards.sources.common.options.SourceOptions",
     "shards.ingestion.attach.attach",
-    in_order="source name repo format split key key_prefix label_column as_text classes shard_size val_fraction "
-    "on_bad duplicates append on_common on_split_overlap workers message as_json",
+    in_order="source name repo format split key key_prefix label_column as_text as_bytes classes shard_size "
+    "val_fraction on_bad duplicates append on_common on_split_overlap workers message as_json",
     append=typer.Option(),  # with --no-
 )
 def attach(
@@ -114,6 +123,7 @@ def attach(
     repo: RepoOption,
     label_column: LabelColumnOption = None,
     as_text: AsTextOption = None,
+    as_bytes: AsBytesOption = None,
     classes: ClassesOption = None,
     shard_size: Annotated[str, typer.Option(help="Bytes of a file that are one shard.")] = "64MiB",
     workers: Annotated[int | None, typer.Option(help="Processes that read files; default: one per core.")] = None,
@@ -138,6 +148,7 @@ def attach(
     options["source_options"] = source_options = SourceOptions(
         label=label_column,
         as_text=tuple(as_text or ()),
+        as_bytes=tuple(as_bytes or ()),
         **{field.name: options.pop(field.name) for field in fields(SourceOptions) if field.name in options},
     )
     opened = open_source(source, source_options)

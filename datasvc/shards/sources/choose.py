@@ -92,6 +92,7 @@ _FORMATS_OF_OPTION: Final = {
     "key": ("parquet", "arrow", "csv", "json-lines", "tfrecord", "mds", "numpy", "huggingface", "manifest", "python"),
     "label": ("parquet", "arrow", "csv", "json-lines", "huggingface", "manifest", "python"),
     "as_text": ("parquet", "arrow", "csv", "json-lines", "huggingface", "manifest", "python"),
+    "as_bytes": ("webdataset",),
     "manifest": ("manifest",),
     "ground_truth": ("imagenet",),
     "synsets": ("imagenet",),

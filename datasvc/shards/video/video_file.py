@@ -15,6 +15,8 @@ those that the codec refers to.
 from __future__ import annotations
 
 import io
+import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -36,10 +38,12 @@ if TYPE_CHECKING:
 EXTENSIONS: Final = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"})
 MAX_PIXELS: Final = 8192 * 4352
 """Largest picture that is decoded: 8K. A decoder may hold up to 16 pictures that later ones refer to."""
-_MAX_FRAMES: Final = 1 << 24  # 77 hours at 60 frames per second; the index takes 8 bytes a frame
+_MAX_FRAMES: Final = 1 << 22  # 19 hours at 60 frames per second; indexing takes some 200 bytes a frame
 _DEMUXERS: Final = {"mp4": "mov", "mkv": "matroska", "avi": "avi"}  # FFmpeg's names
 # First boxes of MP4 and MOV.
 _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")
+# Numbers of samples in the tables of an MP4: after the version and, in those of a track, the size of all samples.
+_MP4_COUNTS: Final = re.compile(rb"(?:st(?:sz|z2).{8}|trun.{4})(.{4})", re.DOTALL)
 READABLE: Final = "MP4, MOV, Matroska, WebM and AVI"
 _UNKNOWN: Final = -1  # position of a packet
 _READ_BYTES: Final = 64 << 10  # read at a time
@@ -113,6 +117,8 @@ def read_video_header(content: bytes | memoryview | Bytes, *, decode: bool = Fal
         MissingPackageError: PyAV is not installed.
     """
     view = np.frombuffer(content, np.uint8)
+    if video_extension(bytes(view[:16])) == "mp4":
+        _check_mp4(view)
     with _open(view, _take_view) as (container, stream):
         packets = _read_packets(container, stream)
         announced = stream.frames if "mp4" in container.format.name else 0
@@ -318,6 +324,27 @@ def video_extension(head: bytes) -> str | None:
     if head.startswith(b"\x1aE\xdf\xa3"):
         return "mkv"
     return "avi" if head.startswith(b"RIFF") and head[8:12] == b"AVI " else None
+
+
+def _check_mp4(content: Bytes) -> None:
+    """Raise BadSampleError if the tables of an MP4 announce more samples than the file has bytes.
+
+    FFmpeg allocates an entry for each sample when it opens the file. A table of equal sizes has only their number.
+    """
+    start, announced = 0, 0
+    while start + 16 <= len(content):
+        size, kind, long_size = struct.unpack_from(">I4sQ", content, start)
+        size = {0: len(content) - start, 1: long_size}.get(size, size)
+        if size < 8:  # not even its header
+            break
+        if kind != b"mdat":
+            box = content[start : start + size].tobytes()
+            if kind == b"moov" and box[12:16] == b"cmov":
+                raise BadSampleError("has a compressed header; write it again, such as with ffmpeg -c copy")
+            announced += sum(int.from_bytes(count, "big") for count in _MP4_COUNTS.findall(box))
+        start += size
+    if announced > len(content):
+        raise BadSampleError(f"announces {announced:,} samples in {len(content):,} bytes: damaged or truncated")
 
 
 def _demuxer(file: _ViewFile) -> str:

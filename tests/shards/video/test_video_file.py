@@ -138,6 +138,21 @@ def test_a_header_that_claims_a_huge_picture_takes_no_memory():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB; 65536 x 65536 take 6 GiB
 
 
+@pytest.mark.parametrize("is_fragmented", [False, True])
+def test_tables_that_announce_many_samples_are_refused_before_ffmpeg_allocates_them(is_fragmented, monkeypatch):
+    content = bytearray(make_video(frames=5, flags="frag_keyframe+empty_moov" if is_fragmented else ""))
+    assert read_video_header(content).frame_index.frames == 5
+    start = content.rindex(b"trun" if is_fragmented else b"stsz") + (8 if is_fragmented else 12)
+    content[start : start + 4] = (1 << 30).to_bytes(4, "big")  # of one size, in no more bytes: 24 GiB in FFmpeg
+    monkeypatch.setattr(video_file, "_open", None)
+    with pytest.raises(BadSampleError, match="announces 1,073,741,8"):
+        read_video_header(content)
+    moov = content.index(b"moov")
+    content[moov + 8 : moov + 12] = b"cmov"
+    with pytest.raises(BadSampleError, match="compressed header"):
+        read_video_header(content)
+
+
 @pytest.mark.parametrize("name", ["h264", "hevc", "vp9", "av1", "mpeg4"])
 def test_every_decoder_obeys_the_limit_of_pixels(name, monkeypatch):
     monkeypatch.setattr(video_file, "MAX_PIXELS", 96 * 64 - 1)

@@ -35,6 +35,7 @@ class SourceOptions:
             an integer column of a usual name. Text in a column "label" beside images is class names too.
         as_text: columns that keep their values: those of CSV are not converted to numbers, dates or booleans, and a
             column "label" becomes neither classes nor integers.
+        as_bytes: for WebDataset: fields of images, sounds or videos, such as "mp4", that stay bytes, without a check.
         key_prefix: text put before the key of every sample, so that two sources with equal keys fit one data set.
         first_frame: for image folders: GIF files are samples too, of which loaders decode the first frame.
 
@@ -54,6 +55,7 @@ class SourceOptions:
     key_prefix: str = ""
     label: str | None = None
     as_text: tuple[str, ...] = ()
+    as_bytes: tuple[str, ...] = ()
     first_frame: bool = False
 
     def __post_init__(self) -> None:

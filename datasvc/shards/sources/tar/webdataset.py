@@ -11,7 +11,7 @@ The last extension of a field gives its column:
   extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
   a single image field of another name becomes `image`. Other image fields ("seg.png") keep their names.
 - A sound (wav, flac, mp3, ogg, opus, ...) is the column `audio`, and a video (mp4, mkv, webm, avi, mov) the column
-  `video`, by the same rules.
+  `video`, by the same rules. Fields of `SourceOptions.as_bytes` are bytes instead, as other fields are.
 - "cls" is an integer; the field with exactly this name is the column `label`.
 - "txt", "text" and "json" are text. JSON is not parsed: its structure may differ from sample to sample, while a
   column has one type.
@@ -24,6 +24,7 @@ does one with a name of `audio`, of `video`, and of what is measured of these.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +33,8 @@ from typing import Any, ClassVar, Final
 
 import pyarrow as pa
 
-from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError
+from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, MissingPackageError, NotFoundError
+from datasvc.extras import explain_missing
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.audio.audio_file import EXTENSIONS as AUDIO_EXTENSIONS
@@ -45,6 +47,8 @@ from datasvc.shards.format.schema import (
     added_columns,
     audio_field,
     image_field,
+    is_audio,
+    is_video,
     video_field,
 )
 from datasvc.shards.images.header import EXTENSIONS
@@ -107,7 +111,8 @@ class WebDatasetSource(FileSource):
         first_fields: list[list[str]] = []  # field names of each of the first samples
         for split in dict.fromkeys(part.split for part in parts):
             first_fields += _first_fields(reader, [part for part in parts if part.split == split])
-        columns, schema = choose_columns(first_fields)
+        columns, schema = choose_columns(first_fields, options.as_bytes)
+        _check_packages(columns, schema)
         ignored = files.unused(tars)
         return cls(url=url, schema=schema, parts=parts, ignored=ignored, columns=columns)
 
@@ -288,15 +293,42 @@ def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[
     return samples
 
 
-def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], pa.Schema]:
+def _check_packages(columns: Mapping[str, str], schema: pa.Schema) -> None:
+    """Raise MissingPackageError if a sound or video cannot be checked: before the ingest reads its first sample."""
+    for name, column in columns.items():
+        if column not in schema.names or not (is_audio(schema.field(column)) or is_video(schema.field(column))):
+            continue
+        try:
+            with explain_missing(f"its field {name!r}"):
+                importlib.import_module("soundfile" if is_audio(schema.field(column)) else "av")
+        except MissingPackageError as error:
+            raise MissingPackageError(
+                f"{error}; to keep the field as bytes without a check, give --as-bytes {name} (as_bytes=)",
+                name=error.name,
+            ) from error
+
+
+def choose_columns(
+    samples: Sequence[Collection[str]], as_bytes: Collection[str] = ()
+) -> tuple[dict[str, str], pa.Schema]:
     """Return the column of each field, and the schema, from the field names of each of the first samples.
 
     A field may be absent in later samples, except an image field that all of `samples` have. The column `image` is
-    nullable only if at least one sample in ten lacks it: otherwise a sample without an image is a bad sample.
+    nullable only if at least one sample in ten lacks it: otherwise a sample without an image is a bad sample. The
+    fields `as_bytes` are bytes, whatever their extensions.
     """
     counts = Counter(name for names in samples for name in names if name != KEY_FIELD)  # number of samples by field
+    unknown = sorted({*as_bytes} - counts.keys())
+    if unknown:
+        raise ConfigError(
+            f"--as-bytes (as_bytes=) has {unknown}; the fields of the first samples are {sorted(counts)}"
+        )
     main = {  # the fields of the columns `image`, `audio` and `video`
-        column: _main_fields(samples, [name for name in counts if _last(name) in extensions], extensions)
+        column: _main_fields(
+            samples,
+            [name for name in counts if _last(name) in extensions and name not in as_bytes],
+            extensions - {*as_bytes},
+        )
         for column, extensions in _EXTENSIONS_OF.items()
     }
     # A field must not get the name of a column that loaders read as something else.
@@ -319,7 +351,9 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
             nullable = num_without * _NULLABLE_FROM_ONE_IN >= len(samples)
         else:
             nullable = counts[name] < len(samples)
-        fields[column] = _field(name, column, nullable=nullable)
+        fields[column] = (
+            pa.field(column, pa.large_binary()) if name in as_bytes else _field(name, column, nullable=nullable)
+        )
     return columns, pa.schema(list(fields.values()))
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import posixpath
 import re
+import sys
 import tarfile
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, MissingPackageError, NotFoundError
 from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
@@ -445,3 +446,15 @@ def test_names_are_split_as_the_real_library_splits_them(path):
         return
     key, extension = library.base_plus_ext(path)
     assert split_name(path) == (None if key is None else (key, extension.lower()))
+
+
+@pytest.mark.parametrize(("field", "module"), [("mp4", "av"), ("flac", "soundfile")])
+def test_media_whose_package_is_missing_can_stay_bytes(field, module, tmp_path, monkeypatch):
+    url = put(tmp_path / "0.tar", tar_of([(f"0.{field}", b"encoded"), ("0.cls", b"3")]))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackageError, match=rf"'{field}' needs {module}.*pip install .*--as-bytes {field}"):
+        WebDatasetSource.list(url)
+    samples, bad = read(WebDatasetSource.list(url, SourceOptions(as_bytes=(field,))))
+    assert (samples, bad) == ([{"key": "0", field: b"encoded", "label": 3}], [])
+    with pytest.raises(ConfigError, match=r"has \['gone'\]; the fields of the first samples are \['cls'"):
+        WebDatasetSource.list(url, SourceOptions(as_bytes=("gone",)))
