@@ -252,8 +252,8 @@ def _sample_objects(
         objects["boxes"], numbers = map_boxes(boxes, view, config)
     if columns.keypoints is not None:
         keypoints = read_keypoints(stored[columns.keypoints], columns.num_keypoints)
-        if columns.boxes is not None and len(keypoints) < len(numbers):
-            raise BadSampleError("it has boxes and no keypoints")
+        if len(keypoints) < len(numbers):
+            raise BadSampleError("its list of keypoints is null, and its other lists have objects")
         objects["keypoints"] = map_keypoints(keypoints[numbers], view, config.flip_pairs or ())
     for name, dtype in columns.values.items():
         values = stored[name] if stored[name] is not None else []

@@ -95,7 +95,8 @@ class ImageBatch(Shown, Batch[A]):
 
         `labels` are those of `box_labels`; the other names are those of `objects`. Values are views of `objects`.
         """
-        counts = np.bincount(np.asarray(_to_list(self.objects.get("samples"))), minlength=len(self.positions))
+        samples = cast("Any", self.objects["samples"]).tolist() if self.objects else []
+        counts = np.bincount(np.array(samples, np.int64), minlength=len(self.positions))
         stops = np.cumsum(counts).tolist()
         return [
             {
@@ -105,7 +106,3 @@ class ImageBatch(Shown, Batch[A]):
             }
             for stop, count in zip(stops, counts.tolist(), strict=True)
         ]
-
-
-def _to_list(values: Any) -> list[int]:
-    return [] if values is None else list(values.tolist())

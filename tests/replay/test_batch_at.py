@@ -19,6 +19,7 @@ from datasvc.loaders import (
     MelConfig,
     Mixture,
     MixtureStage,
+    ObjectConfig,
     OrderConfig,
     TokenLoader,
     VideoLoader,
@@ -31,6 +32,7 @@ from datasvc.runs import RunLog
 from datasvc.views.replayed import previews, replay_facts, write_replay
 from tests.cli.command import run
 from tests.loaders.core.test_masks import blocks  # noqa: F401 - a fixture
+from tests.loaders.images.test_geometry import sample, write
 from tests.loaders.video.test_video_loader import split_of
 from tests.models.trainings import commit
 from tests.support.sounds import encode, ingest_files, noise
@@ -67,7 +69,9 @@ def train(repository, name, make, *, steps, world_size, run=None, save_at=(), ma
 def equal(first, second):
     for field in dataclasses.fields(first):
         one, other = getattr(first, field.name), getattr(second, field.name)
-        if isinstance(one, torch.Tensor):
+        if field.name in {"views", "masks", "objects"}:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        elif isinstance(one, torch.Tensor):
             assert torch.equal(one, other), field.name
         elif isinstance(one, np.ndarray):
             assert np.array_equal(one, other), field.name
@@ -107,6 +111,22 @@ def test_tokens_are_replayed(blocks):  # noqa: F811
     for step in range(1, 7):
         for rank in range(2):
             equal(seen[step][rank], batch_at(blocks.repository, "tokens@1", step, rank=rank).batch)
+
+
+def test_boxes_masks_and_several_images_are_replayed(tmp_path):
+    repository = Repository.create(str(tmp_path / "repo"))
+    scenes = write(repository, "scenes", [sample(seed) for seed in range(12)])
+    objects = ObjectConfig(("box_labels",), min_visible=0.3, num_keypoints=2, flip_pairs=((0, 1),))
+    columns = {"images": ("image", "half"), "masks": ("seg",), "boxes": "boxes", "keypoints": "keypoints"}
+
+    def make(ranks, masked):
+        settings = {"batch_size": 3, "training": True, "ranks": ranks, "masked": masked}
+        return ImageLoader(scenes, objects=objects, **columns, **settings, **FAST)
+
+    seen = train(repository, "detector", make, steps=3, world_size=2)
+    for step in range(1, 4):
+        for rank in range(2):
+            equal(seen[step][rank], batch_at(repository, "detector@1", step, rank=rank).batch)
 
 
 def test_clips_of_sounds_are_replayed(tmp_path):

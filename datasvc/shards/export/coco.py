@@ -99,12 +99,11 @@ class CocoExport(ExportFormat):
         if len({image["file_name"] for image in images}) < len(images):
             raise ConfigError(f"coco cannot hold {split}: two samples would have one file name; export it as parquet")
         names = classes or [str(label) for label in range(num_labels)]
+        keypoints = _named_keypoints(annotations)
         document = {
             "images": images,
             "annotations": annotations,
-            "categories": [
-                {"id": number, "name": name, **_named_keypoints(annotations)} for number, name in enumerate(names, 1)
-            ],
+            "categories": [{"id": number, "name": name, **keypoints} for number, name in enumerate(names, 1)],
         }
         name = f"annotations/instances_{safe_part(split.name)}.json"
         return WrittenFiles(0, 1, destination.put(name, json.dumps(document, ensure_ascii=False).encode()))
@@ -112,7 +111,7 @@ class CocoExport(ExportFormat):
 
 def _named_keypoints(annotations: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return names of keypoints, by which a reader knows their number; {} if there are none."""
-    count = len(annotations[0].get(KEYPOINTS, ())) // 3 if annotations else 0
+    count = max((len(annotation.get(KEYPOINTS, ())) // 3 for annotation in annotations), default=0)
     return {KEYPOINTS: [str(number) for number in range(count)]} if count else {}
 
 

@@ -81,12 +81,10 @@ _FORMAT_OF_NAME: Final = {
     "data.mdb": "lmdb",
     "index.json": "mds",
 }
-# Files of boxes, which tell a folder of images with boxes from one of classes.
-_ANNOTATIONS: Final = {
-    "coco": re.compile(r"(^|/)annotations/(instances|person_keypoints)_[^/]*\.json$"),
-    "voc": re.compile(r"(^|/)Annotations/[^/]*\.xml$"),
-    "yolo": re.compile(r"(^|/)labels/([^/]*/)?[^/]*\.txt$"),
-}
+# Files of boxes, which tell a folder of images with boxes from one of classes: by their names, or by an image of the
+# same name in the folder beside them. Lists and notes in a folder of such a name are no boxes.
+_COCO: Final = re.compile(r"(^|/)annotations/(instances|person_keypoints)_[^/]*\.json$")
+_ANNOTATIONS: Final = {"voc": ("/Annotations/", ".xml", "/JPEGImages/"), "yolo": ("/labels/", ".txt", "/images/")}
 # Formats that use an option of `SourceOptions`. All formats use those that are not listed.
 _FORMATS_OF_OPTION: Final = {
     "key": ("parquet", "arrow", "csv", "json-lines", "tfrecord", "mds", "numpy", "huggingface", "manifest", "python"),
@@ -188,8 +186,12 @@ def _format_of_folder(paths: list[str], url: str) -> str:
     num_files = Counter(format_name for format_name in map(_format_of_file_name, names) if format_name is not None)
     # Such folders often hold notes and lists too, so a single image decides, then a single sound, and then a video.
     if "image-folder" in num_files:
-        for format_name, pattern in _ANNOTATIONS.items():
-            if any(map(pattern.search, paths)):
+        if any(map(_COCO.search, paths)):
+            return "coco"
+        stems = {f"/{os.path.splitext(path)[0]}" for path in paths if _format_of_file_name(path) == "image-folder"}
+        for format_name, (folder, extension, images) in _ANNOTATIONS.items():
+            lists = (f"/{path}".removesuffix(extension) for path in paths if path.endswith(extension))
+            if any(folder in name and name.replace(folder, images) in stems for name in lists):
                 return format_name
     for format_name in _FOLDERS:
         if format_name in num_files:
@@ -240,7 +242,8 @@ def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
         if f"{folder.rstrip('/')}/".startswith(tuple(repositories)):
             continue
         # Not descended into: a hidden folder may have more files than the data.
-        folders[:] = filterfalse(is_hidden_name, folders)
+        # Annotations first: there may be too many images to see both.
+        folders[:] = sorted(filterfalse(is_hidden_name, folders), key=lambda name: name != "annotations")
         prefix = f"{folder[len(root) :].strip('/')}/".lstrip("/")
         for name in files:
             is_media = _format_of_file_name(name) in _FOLDERS

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self
 
@@ -22,15 +23,17 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, BOXES, IMAGE, KEY, image_field
+from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, BOXES, IMAGE, KEY, KEYPOINTS, image_field
 from datasvc.shards.images.header import EXTENSIONS, ImageHeader
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile, extension_of, find_below
 from datasvc.shards.sources.common.source import ListedFile, ListedSource
 
+BOX_AREA: Final = "box_area"
 MAX_SMALL_BYTES: Final = 16 << 20  # of a file with the annotations of one image, or of a list
 _READING_THREADS: Final = 16
 _MAX_BOXES: Final = 100_000  # of one image
+_FIRST_COLUMN: Final = 3  # of the columns after key, image and boxes
 
 
 class Annotation(NamedTuple):
@@ -82,11 +85,12 @@ class AnnotatedSource(ListedSource):
                 "camera turned the picture, annotate it upright"
             )
         across, down = header.width / width, header.height / height
-        boxes = [
-            [left * across, top * down, right * across, bottom * down]
-            for left, top, right, bottom in annotation.boxes
-        ]
-        return file._replace(values=(boxes, *annotation.values))
+        columns = dict(zip(self.schema.names[_FIRST_COLUMN:], annotation.values, strict=True))
+        if KEYPOINTS in columns:
+            columns[KEYPOINTS] = _scale(columns[KEYPOINTS], across, down, 1)
+        if BOX_AREA in columns:
+            columns[BOX_AREA] = [area * across * down for area in columns[BOX_AREA]]
+        return file._replace(values=(_scale(annotation.boxes, across, down), *columns.values()))
 
     @classmethod
     def of(
@@ -113,6 +117,11 @@ class AnnotatedSource(ListedSource):
         metadata = {BOX_CLASSES: json.dumps(list(names), ensure_ascii=False).encode()}
         ordered = {split: sorted(files, key=attrgetter("key")) for split, files in splits.items()}
         return cls(url, pa.schema(fields, metadata=metadata), ordered, (), ignored)
+
+
+def _scale(rows: Iterable[Sequence[float]], *factors: float) -> list[list[float]]:
+    """Return the rows with their numbers multiplied by the factors in turn."""
+    return [[number * factor for number, factor in zip(row, cycle(factors), strict=False)] for row in rows]
 
 
 @dataclass
@@ -175,7 +184,7 @@ def check_missing(missing: Sequence[str], total: int, url: str) -> None:
     if missing:
         raise NotFoundError(
             f"{count_text(len(missing), 'image')} of {total} in the annotations of {redact_url(url)} are not there, "
-            f"such as {', '.join(missing[:3])}; add them, or give --split for a part that is complete"
+            f"such as {', '.join(missing[:3])}; add them, or remove their annotations"
         )
 
 

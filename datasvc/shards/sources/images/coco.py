@@ -6,6 +6,7 @@ Labels are the categories in the order of their ids, from 0: the ids of COCO its
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from datasvc.shards.format.schema import KEYPOINTS
 from datasvc.shards.sources.common.options import SPLIT_NAMES, SourceOptions, split_of
 from datasvc.shards.sources.common.source import ListedFile
 from datasvc.shards.sources.images.annotated import (
+    BOX_AREA,
     BOX_COLUMNS,
     AnnotatedFolder,
     AnnotatedSource,
@@ -28,9 +30,10 @@ from datasvc.shards.sources.images.annotated import (
 )
 
 BOX_CROWD: Final = "box_crowd"
-BOX_AREA: Final = "box_area"
 # COCO's own training annotations have 470 MB; parsed, JSON takes about ten times its size.
 _MAX_BYTES: Final = 2 << 30
+# COCO's own folder has up to four files for the images of a split, and all boxes are in `instances`.
+_OTHER_FILE: Final = re.compile(r"(captions|panoptic|person_keypoints)_(?=[^/]*$)")
 _HEAD_BYTES: Final = 1 << 20  # a smaller file without these words is no COCO file
 
 
@@ -49,14 +52,16 @@ class CocoSource(AnnotatedSource):
 
         Raises:
             NotFoundError: there is no such JSON file, or an image that it lists is missing.
-            ConfigError: a file is damaged, a category has no name, or files have different categories.
+            ConfigError: a file is damaged, a category has no name, files have different categories, or a split lists
+                an image twice.
             UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
         folder = AnnotatedFolder.find(url)
-        parsed = {name: _parse(folder, name) for name in folder.names(".json")}
+        names = [name for name in folder.names(".json") if _instances_of(name) not in folder.files.keys() - {name}]
+        parsed = {name: _parse(folder, name) for name in names}
         documents = {name: document for name, document in parsed.items() if document is not None}
-        require([*documents], url, "JSON file with images, annotations and categories")
+        require([*documents], url, "JSON file with images, boxes and categories")
         categories = _categories(documents, url)
         labels = {category["id"]: label for label, category in enumerate(categories)}
         counts = {len(category["keypoints"]) for category in categories if category.get("keypoints")}
@@ -65,12 +70,24 @@ class CocoSource(AnnotatedSource):
         if num_keypoints:
             columns[KEYPOINTS] = pa.list_(pa.float64(), 3 * num_keypoints)
         splits: defaultdict[str, list[ListedFile]] = defaultdict(list)
+        listed: dict[tuple[str, str], str] = {}
         for name, document in documents.items():
             split = options.split or split_of(name)
             for found, key, image, objects in _images(folder, name, document, url):
+                if (other := listed.get((split, found))) is not None:
+                    raise ConfigError(
+                        f"image {found} is listed twice for the split {split}, by {other} and {name}; remove one "
+                        "entry, or move one of these files out of the source"
+                    )
+                listed[split, found] = name
                 annotation = _annotate(image, objects, labels, num_keypoints)
                 splits[split].append(folder.image(found, key, annotation))
         return cls.of(url, [category["name"] for category in categories], columns, splits, folder.ignored())
+
+
+def _instances_of(name: str) -> str:
+    """Return the name of the file with all boxes of the images of another file of COCO."""
+    return _OTHER_FILE.sub("instances_", name)
 
 
 def _parse(folder: AnnotatedFolder, name: str) -> dict[str, Any] | None:
@@ -83,7 +100,9 @@ def _parse(folder: AnnotatedFolder, name: str) -> dict[str, Any] | None:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not valid JSON: {error}; restore it, or move it out of the source") from error
-    if not isinstance(document, dict) or not isinstance(document.get("annotations"), list):
+    rows = document.get("annotations") if isinstance(document, dict) and "images" in document else None
+    # Captions, and masks without boxes, are in files of the same form.
+    if not isinstance(rows, list) or (rows and not any("bbox" in row for row in rows if isinstance(row, dict))):
         folder.used.discard(name)
         return None
     for part in ("images", "annotations", "categories"):
@@ -119,7 +138,7 @@ def _images(
     beside = name.rpartition("/")[0]
     word = name.rpartition("/")[2].removesuffix(".json").rpartition("_")[2]
     folders = [f"{base}/{part}".strip("/") for base in (beside, "", "images") for part in ("", word, "images")]
-    found, missing, keys = [], [], set()
+    found, missing = [], []
     for image in document["images"]:
         file_name = image.get("file_name")
         if not isinstance(file_name, str) or ".." in file_name.split("/"):
@@ -131,9 +150,6 @@ def _images(
         if place is None:
             missing.append(file_name)
             continue
-        if file_name in keys:
-            raise ConfigError(f"{name} lists the image {file_name!r} twice; remove one of them")
-        keys.add(file_name)
         top, _, rest = file_name.partition("/")
         key = rest if rest and top.lower() in SPLIT_NAMES else file_name
         found.append((place, key, image, by_image[str(image.get("id"))]))

@@ -12,7 +12,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export.exporter import export
 from datasvc.shards.format.schema import BOX_CLASSES
-from datasvc.shards.sources.choose import open_source
+from datasvc.shards.sources.choose import choose_format, open_source
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.images.coco import CocoSource
 from datasvc.shards.sources.images.voc import VocSource
@@ -130,6 +130,68 @@ def test_boxes_follow_images_that_the_ingest_makes_smaller(repository, tmp_path)
         np.testing.assert_allclose(sample["boxes"], np.array(BOXES) / 2, atol=1e-9)
 
 
+def test_keypoints_and_areas_follow_images_that_the_ingest_makes_smaller(repository, tmp_path):
+    keypoints = [20.0, 10.0, 2.0, 0.0, 0.0, 0.0]
+    annotation = {"id": 1, "image_id": 0, "category_id": 7, "bbox": [6, 4, 24, 16], "area": 100}
+    write_coco(
+        tmp_path / "source",
+        "train",
+        range(2),
+        categories=[{"id": 7, "name": "cat", "keypoints": ["left", "right"]}],
+        annotations=[{**annotation, "keypoints": keypoints}, {**annotation, "id": 2, "image_id": 1}],
+    )
+    split = ingested(repository, tmp_path / "source", "coco", max_side=30)["train"]
+    found = {sample["key"]: (sample["keypoints"], sample["box_area"]) for sample in split}
+    assert found["000.jpg"] == ([[10.0, 5.0, 2.0, 0.0, 0.0, 0.0]], [25.0])
+
+
+def test_the_files_of_coco_as_distributed_list_each_image_once(repository, tmp_path):
+    for name in ("train2017", "val2017"):
+        write_coco(tmp_path / "source", name, range(2) if name == "train2017" else range(2, 4))
+        instances = json.loads((tmp_path / "source" / "annotations" / f"instances_{name}.json").read_text())
+        captions = {**instances, "annotations": [{"id": 1, "image_id": 0, "caption": "a cat"}]}
+        for other, document in (("captions", captions), ("person_keypoints", instances)):
+            put(tmp_path / "source" / "annotations" / f"{other}_{name}.json", json.dumps(document))
+        put(tmp_path / "source" / f"more_{name}.json", json.dumps(captions))
+    put(tmp_path / "source" / "notes.json", json.dumps({"annotations": []}))
+    dataset = ingested(repository, tmp_path / "source", None)
+    assert {name: sorted(sample["key"] for sample in split) for name, split in dataset.items()} == {
+        "train": ["000.jpg", "001.jpg"],
+        "val": ["002.jpg", "003.jpg"],
+    }
+    put(tmp_path / "source" / "again_val2017.json", json.dumps(instances))
+    with pytest.raises(ConfigError, match=r"002.jpg is listed twice .*move one"):
+        open_source(str(tmp_path / "source"), SourceOptions(format="coco"))
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["train/cat/a.jpg", "labels/train.txt"], "image-folder"),
+        (["labels/a.jpg", "labels/a.txt", "images/b.jpg"], "image-folder"),
+        (["cat/a.jpg", "Annotations/readme.xml"], "image-folder"),
+        (["cat/a.jpg", "annotations/classes.json"], "image-folder"),
+        (["cat/a.jpg", "annotations/instances_train.json"], "coco"),
+        (["JPEGImages/a.jpg", "Annotations/a.xml"], "voc"),
+        (["train/images/a.jpg", "train/labels/a.txt"], "yolo"),
+        (["images/train/a.jpg", "labels/train/a.txt"], "yolo"),
+    ],
+)
+def test_a_folder_is_annotated_only_if_a_file_belongs_to_an_image(tmp_path, names, kind):
+    for name in names:
+        put(tmp_path / name, b"")
+    assert choose_format(str(tmp_path), SourceOptions()) == kind
+
+
+def test_annotations_are_found_before_many_images(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasvc.shards.sources.choose._MAX_SCANNED_FILES", 2)
+    for folder in "abcxyz":  # file systems list folders in any order
+        for number in range(2):
+            put(tmp_path / folder / f"{number}.jpg", b"")
+    put(tmp_path / "annotations" / "instances_a.json", b"")
+    assert choose_format(str(tmp_path), SourceOptions()) == "coco"
+
+
 def test_an_export_as_coco_is_read_by_pycocotools_and_by_another_ingest(repository, tmp_path):
     coco = pytest.importorskip("pycocotools.coco")
     write_coco(tmp_path / "source", "train", range(4))
@@ -145,6 +207,18 @@ def test_an_export_as_coco_is_read_by_pycocotools_and_by_another_ingest(reposito
     for name, split in first.items():
         expected = {sample["key"]: dict(sample) for sample in split}
         assert {sample["key"]: dict(sample) for sample in second[name]} == expected
+
+
+def test_an_export_names_keypoints_that_only_some_samples_have(repository, tmp_path):
+    samples = [
+        {"key": str(n), "image": photo(n), "boxes": [BOXES[0]], "box_labels": [0]}
+        | {"keypoints": [[1.0, 2.0, 2.0]] if n == 3 else None}
+        for n in range(6)
+    ]
+    ingest(repository, samples, "some")
+    export(repository, "some", str(tmp_path / "out"), "coco")
+    document = json.loads((tmp_path / "out" / "annotations" / "instances_train.json").read_text())
+    assert [category["keypoints"] for category in document["categories"]] == [["0"]]
 
 
 def test_other_classes_are_not_appended(repository, tmp_path):
