@@ -43,9 +43,9 @@ test-long: setup lowest-frameworks  ## benchmarks run whole, soaks, images, othe
 	$(BIN)/python $(PYTEST) -m long
 
 # Floors: extras, and the tests of what uses their packages. Everything else is that of .venv, such as torch.
-LOWEST := s3 hub yaml text sign ui pandas
-LOWEST_TESTS := $(addprefix tests/shards/,format query images sources/tabular sources/tar) tests/repository/store \
-	$(addprefix tests/models/,interop test_search.py) tests/node/http tests/cache/catalogue tests/doctor \
+LOWEST := s3 hub yaml text sign ui pandas audio video
+LOWEST_TESTS := $(addprefix tests/shards/,format query images audio video sources/tabular sources/tar) tests/repository/store \
+	$(addprefix tests/models/,interop test_search.py) tests/loaders/audio tests/loaders/video tests/node/http tests/cache/catalogue tests/doctor \
 	tests/cli/test_cli.py tests/test_extras.py tests/test_sql_sandbox.py
 
 # Likewise for frameworks and trackers, some of which need newer packages than the core does. Kills are left to test-all.
