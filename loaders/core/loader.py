@@ -7,11 +7,11 @@ starts at the cursor.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self, TypeVar, cast
 
 from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
@@ -48,7 +48,7 @@ _FIXED: Final = frozenset({"split", "batch_size", "training", "tail", "ranks"})
 B = TypeVar("B")
 
 
-class Loader(PartReader[B], ABC, Generic[B]):
+class Loader(PartReader[B]):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
     `ImageLoader`, `TokenLoader` and `AudioLoader` derive from this class.
@@ -365,10 +365,6 @@ class Loader(PartReader[B], ABC, Generic[B]):
         self.close()
 
     @property
-    def _global_batch(self) -> int:
-        return self.batch_size * self.ranks.world_size
-
-    @property
     def _reported_cursor(self) -> Cursor:
         """The cursor that callers see: outside of a loop, that at which the next one starts."""
         cursor = self._cursor
@@ -380,9 +376,6 @@ class Loader(PartReader[B], ABC, Generic[B]):
     def _restarts(self) -> bool:
         """Whether the next loop starts at the first sample of the epoch."""
         return not self.training and not self._is_loaded
-
-    def _count_steps_left(self, cursor: Cursor) -> int:
-        return count_steps(cursor.position, self.split.num_positions, self._global_batch, self.tail)
 
     def _end_epoch(self) -> None:
         """Move the cursor to the next epoch, and record the samples that this one drops."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from datasvc.loaders.core.batches import SampleBatch, SampleBatches
     from datasvc.loaders.core.ledger import Ledger
     from datasvc.loaders.core.mixture import Mixture
+    from datasvc.loaders.ranks.data_ranks import DataRanks
     from datasvc.shards import Split
 
 B = TypeVar("B")
@@ -26,6 +27,8 @@ class PartReader(ABC, Generic[B]):
     """What `take_part` and `end_epochs_before` need of a loader; see `Loader` for its attributes."""
 
     split: Split | Mixture
+    batch_size: int
+    ranks: DataRanks
     tail: Tail
     _batches: SampleBatches
     _cursor: Cursor
@@ -33,15 +36,18 @@ class PartReader(ABC, Generic[B]):
     _prefetch: int
     _stream: Iterator[SampleBatch | None] | None
 
-    @property
-    @abstractmethod
-    def _global_batch(self) -> int: ...
-
     @abstractmethod
     def _next(self) -> tuple[B, Cursor]: ...
 
     @abstractmethod
     def _open_ledger(self) -> None: ...
+
+    @property
+    def _global_batch(self) -> int:
+        return self.batch_size * self.ranks.world_size
+
+    def _count_steps_left(self, cursor: Cursor) -> int:
+        return count_steps(cursor.position, self.split.num_positions, self._global_batch, self.tail)
 
     def _take_part(self, epoch: int, position: int, rank: int, *, lost_ranks: Sequence[int] = ()) -> B:
         assert not self._prefetch, "the next part is not known in advance"
@@ -62,13 +68,11 @@ class PartReader(ABC, Generic[B]):
     def _end_epochs_before(self, epoch: int) -> None:
         while self._cursor.epoch < epoch:
             # Not the position of the last part: other processes may have served later ones.
-            start = self._cursor.position % self._global_batch
-            num_steps = count_steps(start, len(self.split), self._global_batch, self.tail)
+            epoch, start = self._cursor.epoch, self._cursor.position % self._global_batch
+            stop = start + self._count_steps_left(Cursor(epoch, start)) * self._global_batch
             if self._ledger is not None:
-                self._ledger.end_epoch(
-                    self._cursor.epoch, min(start + num_steps * self._global_batch, len(self.split))
-                )
-            self._cursor = Cursor(self._cursor.epoch + 1, 0)
+                self._ledger.end_epoch(epoch, min(stop, self.split.num_positions))
+            self._cursor = Cursor(epoch + 1, 0)
 
 
 def take_part(loader: PartReader[B], epoch: int, position: int, rank: int, *, lost_ranks: Sequence[int] = ()) -> B:

@@ -56,8 +56,9 @@ def repo(tmp_path):
     return repo
 
 
-def launch(repo, folder, num_ranks, *, killed_batch=0):
-    words = [sys.executable, "-m", "datasvc.trainer.launch", "-np", str(num_ranks), "--no-prefix", sys.executable]
+def launch(repo, folder, num_ranks, *, killed_batch=0, servers=0):
+    words = [sys.executable, "-m", "datasvc.trainer.launch", "-np", str(num_ranks + servers), "--no-prefix"]
+    words += ["--servers", str(servers)] * (servers > 0) + [sys.executable]
     words += ["-c", PROGRAM, str(folder), str(killed_batch), "--repo", repo.repository.url, "--name", "packed"]
     words += [
         "--data",
@@ -87,6 +88,7 @@ def launch(repo, folder, num_ranks, *, killed_batch=0):
         f"context={BLOCK}",
         "--ledger",
         str(folder / "ledger"),
+        *(["--sync", "ssp:1"] if servers else []),
     ]
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
 
@@ -120,3 +122,17 @@ def test_a_run_that_was_killed_continues_at_another_number_of_ranks_with_the_pac
     keys = [sample["key"] for sample in repo.dataset("documents")["train"]]
     report = repo.models.trained_on(["packed"], keys=keys)
     assert all(report.uses(number) for number in range(len(keys)))
+
+
+def test_workers_of_a_parameter_server_share_the_packs_of_each_epoch(repo, tmp_path):
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    done = launch(repo, folder, 2, servers=1)
+    assert done.returncode == 0, done.stderr
+    served = [
+        tuple(json.loads(line)[:2]) for file in folder.iterdir() if file.is_file() for line in file.open().readlines()
+    ]
+    num_packs = repo.dataset("documents")["train"].packed(BLOCK).num_positions
+    stop = num_packs // GLOBAL_BATCH * GLOBAL_BATCH
+    assert sorted(served) == [divmod(number, stop) for number in range(12 * GLOBAL_BATCH)]
+    assert audit_folders([folder / "ledger"]).is_proven

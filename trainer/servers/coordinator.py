@@ -91,7 +91,7 @@ class Coordinator:
         self._sums: dict[int, _StepSums] = defaultdict(_StepSums)
         self._targets: dict[int, int] = {}  # of leases that are staged and not applied
         self._living = set(range(num_workers))
-        self._failure: HorovodInternalError | None = None
+        self._failure: Exception | None = None  # that `run_steps` raises
         self._end: Mapping[str, Any] | None = None  # the last message to each worker
         self._others: list[ServerLink] = []
         for server, state in enumerate(shards[1:], start=1):
@@ -112,7 +112,7 @@ class Coordinator:
         steps earlier.
 
         Raises:
-            HorovodInternalError: all workers are lost, or another server is.
+            HorovodInternalError: all workers are lost, or another server is. Errors of the optimizer are raised too.
         """
         with self._changed:
             self._first_step, self._gate = self.leases.num_done, gate
@@ -184,6 +184,10 @@ class Coordinator:
                 self._changed.notify_all()
         except HorovodInternalError as error:
             self._lose(worker, error)
+        except Exception as error:  # noqa: BLE001 - of this server, such as of its optimizer: `run_steps` raises it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
 
     def _wait_for_lease(self, worker: int) -> dict[str, Any] | None:
         """Return the next lease of a worker, when it may begin; None: the job ends."""

@@ -1,5 +1,6 @@
 """Servers and workers over real links, as threads of one process."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -139,6 +140,25 @@ def test_a_lost_worker_leaves_nothing_and_its_part_is_computed_by_another(bound)
 def test_a_run_ends_with_an_error_if_all_workers_are_lost():
     with pytest.raises(HorovodInternalError, match="all workers are lost"):
         run(0, worker_0_at=2, worker_1_at=2, worker_2_at=2)
+
+
+def test_an_error_of_the_optimizer_ends_the_run():
+    class Broken(torch.optim.SGD):
+        def step(self):
+            raise ValueError("no step")
+
+    def push():
+        with contextlib.suppress(HorovodInternalError):
+            client = WorkerClient(store, worker=0, num_servers=1, timeout_s=20)
+            client.push(client.next_grant(), [[torch.ones(5)]], loss=1.0, num_targets=1)
+            client.next_grant()
+
+    store = HashStore()
+    threading.Thread(target=push, daemon=True).start()
+    shard = {"weights": initial(), "moments": {}, "groups": [{"params": ["a", "b"]}]}
+    coordinator = Coordinator(store, [shard], Broken, num_workers=1, staleness=Staleness(0), welcome={})
+    with pytest.raises(ValueError, match="no step"):
+        list(coordinator.run_steps(Gate(0, 0, 1, SIZE, rate_at)))
 
 
 def test_the_loss_of_a_peer_is_an_error_that_names_it():

@@ -111,6 +111,7 @@ class _RankMonitor:
         self._group = group
         self._store = store
         self._running = set(range(job.num_ranks))
+        self._is_trained = False  # a worker of parameter servers has succeeded: these have ended the training
         self._called_init: set[int] = set()
         now_s = time.monotonic()
         self._deadline_s = None if job.time_limit_s is None else now_s + job.time_limit_s
@@ -129,6 +130,7 @@ class _RankMonitor:
                 failure = self._check_late_ranks() or self._check_time_limit()
             else:
                 self._running.discard(int(end.worker_id))
+                self._is_trained |= not end.returncode and int(end.worker_id) >= self._job.num_servers
                 failure = self._failure_of(self._find_cause(end)) if end.returncode and self._is_needed(end) else None
             if failure is not None:
                 self._group.terminate()
@@ -138,8 +140,9 @@ class _RankMonitor:
     def _is_needed(self, end: RankEnd) -> bool:
         """Return whether the job cannot go on without a rank that has failed; if it can, print a message."""
         rank, num_servers = int(end.worker_id), self._job.num_servers
-        # Without servers, all ranks are needed. With them, one worker is enough.
-        if not num_servers or rank < num_servers or max(self._running, default=0) < num_servers:
+        # Without servers, all ranks are needed. With them, one worker is enough, and after the training none.
+        is_last = max(self._running, default=0) < num_servers and not self._is_trained
+        if not num_servers or rank < num_servers or is_last:
             return True
         if self._group.first_signal is None:
             reason = self._group.processes[end.worker_id].trouble or describe_end(end.returncode)

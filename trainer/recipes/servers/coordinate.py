@@ -150,7 +150,7 @@ def _serve_gate(run: Run, coordinator: Coordinator) -> SaveTo:
     epoch, begin = cursor_of(run.loader.state_dict())
     if epoch < run.loader.epoch:
         epoch, begin = epoch + 1, 0
-    samples, num_samples = run.batches.global_batch, len(run.loader.split)
+    samples, num_samples = run.batches.global_batch, run.loader.split.num_positions
     num_steps = (num_samples - begin) // samples
     # Stop before steps after which a save may be due, so that it has no parts of later steps.
     num_steps = min(num_steps, run.config.checkpoint_every - run.step % run.config.checkpoint_every)

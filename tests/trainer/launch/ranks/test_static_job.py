@@ -1,6 +1,14 @@
-"""Which rank is missing? The clock is given."""
+"""Which rank is missing, and which failure ends the job? Clocks and ends of processes are given."""
 
-from datasvc.trainer.launch.ranks.static_job import Arrivals, LateRanks
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from datasvc.trainer.launch.ranks.job import LaunchJob
+from datasvc.trainer.launch.ranks.rank_process import RankEnd
+from datasvc.trainer.launch.ranks.static_job import Arrivals, LateRanks, _RankMonitor
 
 
 def look(arrivals, now_s, come=(), called=()):
@@ -35,3 +43,31 @@ def test_the_watch_is_over_when_all_have_called():
     assert not arrivals.is_over
     look(arrivals, 2.0, come=[0, 1], called=[0, 1])
     assert arrivals.is_over
+
+
+SERVER_JOB = LaunchJob(command=["x"], num_ranks=4, num_servers=2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "failed"),
+    [
+        ({2: -9, 3: 0, 1: 0, 0: 0}, None),  # one of two workers is lost
+        ({3: 0, 2: -9, 1: 0, 0: 0}, None),  # the last worker fails at its end, and server 0 still saves
+        ({2: -9, 3: 1}, 3),  # all workers are lost
+        ({1: -9}, 1),
+        ({2: 0, 3: 0, 1: 0, 0: -9}, 0),
+    ],
+)
+def test_a_job_with_servers_goes_on_without_a_worker(ends, failed):
+    left = [RankEnd(str(rank), status) for rank, status in ends.items()]
+    process = SimpleNamespace(trouble=None, last_lines=lambda **_: [])
+    group = SimpleNamespace(
+        next_end=lambda _: left.pop(0) if left else None,
+        terminate=left.clear,
+        first_signal=None,
+        processes=defaultdict(lambda: process),
+    )
+    monitor = _RankMonitor(SERVER_JOB, [], group, HashStore())
+    monitor._arrivals = SimpleNamespace(is_over=True)
+    failure = monitor.run()
+    assert (failure and failure.rank) == failed
