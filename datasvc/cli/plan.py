@@ -84,7 +84,7 @@ def cache(
         epochs=epochs,
         **options,
     )
-    result = plan_run(table.samples_per_shard, table.bytes_per_shard, planned)
+    result = plan_run(table.positions_per_shard, table.bytes_per_shard, planned)
     if as_json:
         print_json(result.to_dict())
     else:

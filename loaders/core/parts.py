@@ -68,11 +68,11 @@ class PartReader(ABC, Generic[B]):
     def _end_epochs_before(self, epoch: int) -> None:
         while self._cursor.epoch < epoch:
             # Not the position of the last part: other processes may have served later ones.
-            epoch, start = self._cursor.epoch, self._cursor.position % self._global_batch
-            stop = start + self._count_steps_left(Cursor(epoch, start)) * self._global_batch
+            ended, start = self._cursor.epoch, self._cursor.position % self._global_batch
+            stop = start + self._count_steps_left(Cursor(ended, start)) * self._global_batch
             if self._ledger is not None:
-                self._ledger.end_epoch(epoch, min(stop, self.split.num_positions))
-            self._cursor = Cursor(epoch + 1, 0)
+                self._ledger.end_epoch(ended, min(stop, self.split.num_positions))
+            self._cursor = Cursor(ended + 1, 0)
 
 
 def take_part(loader: PartReader[B], epoch: int, position: int, rank: int, *, lost_ranks: Sequence[int] = ()) -> B:

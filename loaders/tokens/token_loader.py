@@ -26,6 +26,7 @@ from datasvc.loaders.tokens.token_blocks import choose_format, find_stored_size
 from datasvc.loaders.tokens.token_decoder import Documents, Labels, TokenBatch, TokenConfig, TokenDecoder
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
+from datasvc.shards.format.schema import has_integer_lists
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZER, TOKENS
 
 if TYPE_CHECKING:
@@ -199,6 +200,11 @@ def common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
     for split in splits:
         packing, schema = split.table.packing, split.table.sample_schema
         if packing is not None:
+            if stored.block_tokens not in (None, packing.block_tokens):
+                raise ConfigError(
+                    f"block_tokens is {stored.block_tokens}, and the packs of {split!r} have {packing.block_tokens}; "
+                    "leave it out, or pack the documents for it"
+                )
             if packing.column != stored.column:
                 raise ConfigError(f"{split!r} has packs of {packing.column!r}; give tokens={packing.column!r}")
             choose_format(schema, stored.column, find_stored_size(schema, stored.column) or 1, stored.dtype)
@@ -243,13 +249,18 @@ def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
         schema = split.table.sample_schema
         if LENGTH in schema.names and not pa.types.is_integer(schema.field(LENGTH).type):
             raise ConfigError(f"column {LENGTH!r} of {split!r} is {schema.field(LENGTH).type}; expected integers")
-        if config.loss_mask is not None and not is_list_of(schema, config.loss_mask):
+        if config.loss_mask is not None and not has_integer_lists(schema, config.loss_mask, or_booleans=True):
             raise ConfigError(
                 f"loss_mask is {config.loss_mask!r}; expected a column of {split!r} with a list of Booleans or "
                 f"integers for each sample; the columns are {', '.join(schema.names)}"
             )
         # To divide blocks into segments, each of one document, the decoder needs the starts of documents.
-        if config.needs_segments and not config.packed and config.end is None and not _has_document_starts(schema):
+        if (
+            config.needs_segments
+            and not config.packed
+            and config.end is None
+            and not has_integer_lists(schema, DOCUMENT_STARTS)
+        ):
             raise ConfigError(
                 f"{split!r} has no column {DOCUMENT_STARTS!r} with lists of integers, so the starts of documents are "
                 "unknown; give tokens=TokenFormat(end=N), with the token that ends a document"
@@ -268,15 +279,3 @@ def pack_split(
             f"packed splits, such as Mixture({{web.packed({block_tokens}): 0.7, books.packed({block_tokens}): 0.3}})"
         )
     return split.packed(block_tokens, rule=pack, column=stored.column, dtype=stored.dtype, **options)
-
-
-def _has_document_starts(schema: pa.Schema) -> bool:
-    return is_list_of(schema, DOCUMENT_STARTS, booleans=False)
-
-
-def is_list_of(schema: pa.Schema, column: str, *, booleans: bool = True) -> bool:
-    """Return whether a column has lists of variable size of integers, or of Booleans."""
-    kind = schema.field(column).type if column in schema.names else None
-    if kind is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return False
-    return bool(pa.types.is_integer(kind.value_type) or (booleans and pa.types.is_boolean(kind.value_type)))

@@ -25,9 +25,11 @@ def ingest(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         columns = {"key": [f"d{number}" for number in range(len(documents))]}
-        columns["tokens"] = pa.array(documents, pa.list_(pa.int32()))
+        columns["tokens"] = (
+            documents if isinstance(documents, pa.Array) else pa.array(documents, pa.list_(pa.int32()))
+        )
         if masks is not None:
-            columns["mask"] = pa.array(masks, pa.list_(pa.int8()))
+            columns["mask"] = masks if isinstance(masks, pa.Array) else pa.array(masks, pa.list_(pa.int8()))
         pq.write_table(pa.table(columns), folder / "documents.parquet")
         repo = datasvc.open(str(tmp_path / "repo"), create=not (tmp_path / "repo").exists())
         repo.datasets.ingest(str(folder), name)
@@ -113,6 +115,15 @@ def test_samples_without_a_loss_mask_do_not_shift_those_of_others(ingest):
         split.packed(8, loss_mask="mask")
     with pytest.raises(ConfigError, match="expected a column of lists"):
         ingest([[1, 2]], name="plain").packed(8, loss_mask="mask")
+
+
+def test_tokens_and_loss_masks_of_one_size_are_packed(ingest):
+    """Lists of one size, as arrays are ingested: the packs were stored, and then the loader refused the mask."""
+    tokens, masks = (
+        pa.array(values, pa.list_(pa.int32(), 3)) for values in ([[1, 2, 3], [4, 5, 6]], [[0, 0, 1]] * 2)
+    )
+    (batch,) = read(ingest(tokens, masks), 6, loss_mask="mask")
+    assert batch.labels[0].tolist() == [-100, 3, -100, -100, 6, -100]
 
 
 def test_a_resume_repeats_and_loses_no_document(ingest):

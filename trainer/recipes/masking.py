@@ -129,7 +129,8 @@ def mask_skipped_steps(run: Run, repo: DataRepository, checkpoint: Checkpoint | 
                 f"{run.step}; give {_advise_start(repo, run.config.name, first)}"
             )
         cursor = (run.loader.epoch, 0 if state["epoch"] != run.loader.epoch else state["position"])
-        steps = StepCursor(run.step, cursor, len(run.loader.split), run.batches.global_batch, run.loader.tail)
+        size = run.loader.split.num_positions
+        steps = StepCursor(run.step, cursor, size, run.batches.global_batch, run.loader.tail)
         end = min(steps.step_after(run.config.epochs), run.config.max_steps or last)
         if last > end:
             raise ConfigError(

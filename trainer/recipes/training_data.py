@@ -92,7 +92,7 @@ def open_data(repo: DataRepository, config: TrainConfig, versions: Sequence[str]
 def _join_val(splits: Sequence[Split], classes: Sequence[str]) -> Split | Mixture | None:
     """Return the samples of all splits, each once; None if there are none."""
     # Two versions of a data set often have the same samples in "val".
-    by_digest = {split.digest: split for split in splits if len(split)}
+    by_digest = {split.digest: split for split in splits if split.num_positions}
     if not by_digest:
         return None
     val: Split | Mixture = next(iter(by_digest.values()))

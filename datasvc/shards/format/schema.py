@@ -201,6 +201,14 @@ def is_list(data_type: pa.DataType) -> bool:
     return any(check(data_type) for check in checks)
 
 
+def has_integer_lists(schema: pa.Schema, column: str, *, or_booleans: bool = False) -> bool:
+    """Return whether a column exists and has lists of integers; with `or_booleans`, or of Booleans."""
+    kind = schema.field(column).type if column in schema.names else None
+    if kind is None or not is_list(kind):
+        return False
+    return bool(pa.types.is_integer(kind.value_type) or (or_booleans and pa.types.is_boolean(kind.value_type)))
+
+
 def offset_dtype(data_type: pa.DataType) -> type[np.int32 | np.int64]:
     """Return the type of the offsets in Arrow arrays of blobs, texts, lists or maps."""
     checks = (pa.types.is_large_binary, pa.types.is_large_string, pa.types.is_large_list)

@@ -50,10 +50,8 @@ class Packs:
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: their object cannot be read.
         """
-        numbers = self._numbers.get(shard, lambda: self._read(shard))
-        counts, pieces = np.split(numbers, [int(self._num_packs[shard])])
-        rows, starts, sizes = pieces.reshape(3, -1)
-        return Packed(rows, starts, sizes, counts)
+        bounds, pieces = self._get(shard)
+        return Packed(*pieces, np.diff(bounds))
 
     def pieces(self, shard: int, packs: Integers) -> tuple[Integers, Packed]:
         """Return the pieces of some packs of a shard, pack after pack; for `packs`, `int64[n]`, and errors see `of`.
@@ -61,13 +59,19 @@ class Packs:
         Returns:
             The index in `packs` of each piece, `int64[pieces]`, and the pieces.
         """
-        every = self.of(shard)
-        counts = every.counts[packs].astype(np.int64)
-        firsts = (np.cumsum(every.counts, dtype=np.int64) - every.counts)[packs]
+        bounds, every = self._get(shard)
+        firsts = bounds[packs].astype(np.int64)
+        counts = bounds[packs + 1] - firsts
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         chosen = np.repeat(firsts, counts) + within
-        rows, starts, sizes = (values[chosen].astype(np.int64) for values in every[:3])
+        rows, starts, sizes = every[:, chosen].astype(np.int64)
         return np.repeat(np.arange(len(packs)), counts), Packed(rows, starts, sizes, counts)
+
+    def _get(self, shard: int) -> tuple[Integers, Integers]:
+        """Return the first piece of each pack, with the number of all as the last one, and rows, starts and sizes."""
+        numbers = self._numbers.get(shard, lambda: self._read(shard))
+        bounds, pieces = np.split(numbers, [int(self._num_packs[shard]) + 1])
+        return bounds, pieces.reshape(3, -1)
 
     def _read(self, shard: int) -> Integers:
         num_packs, num_live = int(self._num_packs[shard]), int(self._num_live[shard])
@@ -80,7 +84,8 @@ class Packs:
         tokens = np.add.reduceat(sizes, np.cumsum(counts) - counts) if num_packs else sizes
         if rows.max(initial=-1) >= num_live or not sizes.all() or tokens.max(initial=0) > self._packing.block_tokens:
             raise self._reader.corrupt(shard, f"a pack of shard {shard} has a sample or a size that is out of range")
-        return numbers.astype(np.uint32)  # half of the memory
+        # Bounds in place of counts: a batch reads only those of its packs. Half of the memory of int64.
+        return np.concatenate([[0], np.cumsum(counts), pieces]).astype(np.uint32)
 
 
 class PackedOrder(AccessOrder):

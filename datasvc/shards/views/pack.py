@@ -19,7 +19,7 @@ from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.shards.format.reader import Shard
-from datasvc.shards.format.schema import is_blob
+from datasvc.shards.format.schema import has_integer_lists, is_blob
 from datasvc.shards.format.shard_stores import open_listed_shard
 from datasvc.shards.format.view_table import Packing, ViewOrigin
 from datasvc.shards.packing.best_fit import pack_documents
@@ -89,7 +89,7 @@ def packed(
 
 
 def _key(split: Split, rule: _Rule) -> str:
-    identity = json.dumps([split.digest, *vars(rule).values()])
+    identity = json.dumps([split.digest, *vars(rule).values()], default=str)
     return f"packed-{blake3(identity.encode()).hexdigest()[:24]}"
 
 
@@ -202,10 +202,12 @@ def _has_label(
             f"the loss mask of {count_text(int(wrong.sum()), 'document')} in {where} has another number of values "
             f"than there are tokens, such as {sizes[live][wrong][0]} for {stored[wrong][0]}; ingest them again"
         )
-    counted = np.concatenate([[0], np.cumsum(pc.list_flatten(column).cast(pa.bool_()).fill_null(False).to_numpy())])
+    # A shard may have 100 million tokens: one byte for each. One more, so that `stops` are indices.
+    counted = np.append(pc.list_flatten(column).cast(pa.bool_()).fill_null(False).to_numpy(), False)
     # The first token is no label: nothing comes before it.
     stops = starts + used
-    return np.asarray(counted[stops] > counted[np.minimum(starts + 1, stops)])
+    bounds = np.stack([np.minimum(starts + 1, stops), stops], axis=1).reshape(-1)
+    return np.logical_or.reduceat(counted, bounds)[::2] & (used > 1) if len(used) else used > 1
 
 
 def _check(split: Split, rule: _Rule) -> None:
@@ -223,39 +225,26 @@ def _check(split: Split, rule: _Rule) -> None:
     if DOCUMENT_STARTS in schema.names:
         raise ConfigError(f"{split.title} has blocks of several documents; expected samples of one document each")
     kind = schema.field(rule.column).type if rule.column in schema.names else None
-    if kind is None or not ((_is_list(kind) and pa.types.is_integer(kind.value_type)) or is_blob(kind)):
+    if kind is None or not (has_integer_lists(schema, rule.column) or is_blob(kind)):
         found = "does not exist" if kind is None else f"is {kind}"
         raise ConfigError(
             f"the column {rule.column!r} of {split.title} {found}; expected lists of integers, or blobs. The columns "
             f"are {', '.join(schema.names)}"
         )
-    if is_blob(kind) and (rule.dtype is None or np.dtype(rule.dtype).kind not in "iu"):
-        raise ConfigError(f"the column {rule.column!r} contains blobs; give dtype, such as 'uint16'")
-    if rule.loss_mask is not None:
-        mask = schema.field(rule.loss_mask).type if rule.loss_mask in schema.names else None
-        if mask is None or not (_is_list(mask) and _is_flag(mask.value_type)):
-            raise ConfigError(f"loss_mask is {rule.loss_mask!r}; expected a column of lists of Booleans or integers")
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _is_flag(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind))
+    if rule.loss_mask is not None and not has_integer_lists(schema, rule.loss_mask, or_booleans=True):
+        raise ConfigError(f"loss_mask is {rule.loss_mask!r}; expected a column of lists of Booleans or integers")
+    if is_blob(kind):
+        with suppress(TypeError):
+            if np.dtype(rule.dtype).kind in "iu":  # that of None is a float
+                return
+        raise ConfigError(f"{rule.column!r} contains blobs and dtype is {rule.dtype!r}; give one such as 'uint16'")
 
 
 def _warn(view: Split) -> None:
     """Warn about documents that are in no pack."""
     packing = view.table.packing
     assert packing is not None
-    problems = [
-        f"{count_text(count, 'document')} {why}"
-        for count, why in (
-            (packing.empty, "without tokens"),
-            (packing.unlabelled, "whose loss mask counts no token"),
-        )
-        if count
-    ]
+    counts = {"without tokens": packing.empty, "whose loss mask counts no token": packing.unlabelled}
+    problems = [f"{count_text(count, 'document')} {why}" for why, count in counts.items() if count]
     if problems:
         warnings.warn(f"{view.title} leaves out {' and '.join(problems)}", RuntimeWarning, stacklevel=4)

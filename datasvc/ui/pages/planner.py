@@ -111,7 +111,7 @@ def _add_plan(
     command = site.command("plan", "cache", version, "--json", *_flags(options), options=values)
     python = _python(site, version, split, options)
     try:
-        plan = plan_run(table.samples_per_shard, table.bytes_per_shard, options)
+        plan = plan_run(table.positions_per_shard, table.bytes_per_shard, options)
     except CacheFullError as error:
         panels["plan"] = Panel({"error": str(error)}, command, python)
         problems.append(Problem(str(error)))
@@ -131,7 +131,7 @@ def _python(site: Site, version: str, split: str, options: PlanOptions) -> str:
         imports += ["from datasvc.planning.cost import Prices"]
         given = given.replace("prices=None", f"prices=Prices.read({str(prices)!r})")
     table = f"table = datasvc.open({site.url!r}).dataset({version!r})[{split!r}].table"
-    call = f"plan_run(table.samples_per_shard, table.bytes_per_shard, {given}).to_dict()"
+    call = f"plan_run(table.positions_per_shard, table.bytes_per_shard, {given}).to_dict()"
     return "\n".join([*imports, table, call])
 
 
@@ -275,6 +275,6 @@ def _try_plan(planned: PlannedSplit, options: PlanOptions) -> RunPlan | None:
     """Return a point of a curve; None where the window does not fit the budget."""
     try:
         table = planned.table
-        return plan_run(table.samples_per_shard, table.bytes_per_shard, options, max_shards=_MAX_CURVE_SHARDS)
+        return plan_run(table.positions_per_shard, table.bytes_per_shard, options, max_shards=_MAX_CURVE_SHARDS)
     except DatasvcError:
         return None

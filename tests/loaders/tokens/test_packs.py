@@ -11,14 +11,18 @@ import torch
 
 import datasvc
 from datasvc.errors import BadSampleError, ConfigError, StateMismatchError
+from datasvc.ledger.audit import audit_folders
 from datasvc.ledger.masked import Masked
 from datasvc.loaders import DataRanks, Mixture, OrderConfig, TokenFormat, TokenLoader
+from datasvc.loaders.core.parts import end_epochs_before, take_part
 from datasvc.loaders.torch import Dataset
 from datasvc.models import ConsumptionTracker
 from datasvc.replay.batch_at import batch_at
 from datasvc.repository import Repository
 from datasvc.runs.run_folders import new_run_id
+from tests.cli.command import run
 from tests.models.trainings import commit
+from tests.shards.views.test_kept_views import sweep
 
 BLOCK = 16
 NUM_DOCUMENTS = 120
@@ -103,10 +107,15 @@ def test_an_epoch_serves_every_token_once_with_labels_and_positions_of_its_docum
 
 
 @pytest.mark.filterwarnings("ignore:.*leaves out")
-def test_packs_are_computed_once_and_again_after_a_loss(repo, packed, monkeypatch):
+def test_packs_are_computed_once_and_again_after_a_loss(repo, packed, monkeypatch, tmp_path):
     split = repo.dataset("documents")["train"]
     monkeypatch.setattr("datasvc.shards.views.pack.pack_documents", None)
     assert split.packed(BLOCK).digest == packed.digest
+    copy = datasvc.open(str(tmp_path / "copy"), create=True)
+    copy.datasets.pull(repo.repository, ["documents@1"])
+    assert sweep(copy.repository).objects == ()
+    copied = copy.dataset("documents")["train"].packed(BLOCK)
+    assert [batch.keys for batch in read(copied)] == [batch.keys for batch in read(packed)]
     with pytest.raises(TypeError):
         split.packed(BLOCK + 1)
     monkeypatch.undo()
@@ -181,9 +190,9 @@ def test_masked_documents_are_zeros_and_the_others_of_their_packs_as_they_were(r
 def test_a_version_knows_the_documents_of_its_steps(repo, packed):
     loader = TokenLoader(packed, batch_size=3, training=True, labels="within", seed=2)
     tracker = ConsumptionTracker(loader)
-    run = f"packs/{new_run_id()}"
-    repo.repository.storage.create(f"runs/{run}/00000001.json", b"{}")
-    repo.runs.record(run, loader)
+    name = f"packs/{new_run_id()}"
+    repo.repository.storage.create(f"runs/{name}/00000001.json", b"{}")
+    repo.runs.record(name, loader)
     seen, values = [], {}
     for number, batch in zip(range(2), loader, strict=False):
         seen.append((batch.tokens, batch.keys))
@@ -192,14 +201,14 @@ def test_a_version_knows_the_documents_of_its_steps(repo, packed):
         blocks = np.repeat(np.arange(3), batch.document_counts.numpy())
         values |= {key: float(loss[block]) for key, block in zip(batch.keys, blocks, strict=True)}
     loader.close()
-    commit(repo.repository, "packs", 2, [tracker.use()], run=run)
+    commit(repo.repository, "packs", 2, [tracker.use()], run=name)
     for step, (tokens, keys) in enumerate(seen, start=1):
         replayed = batch_at(repo.repository, "packs@1", step)
         assert replayed.keys == keys
         assert torch.equal(torch.as_tensor(replayed.batch.tokens), tokens)
     key = seen[1][1][0]
     assert any(use.key == key and use.step == 2 for use in repo.models.trained_on(["packs"], keys=[key]).uses(0))
-    signal = repo.runs.signal(run, packed, "loss")
+    signal = repo.runs.signal(name, packed, "loss")
     assert {
         each["key"]: value for each, value in zip(packed, signal.tolist(), strict=True) if not np.isnan(value)
     } == values
@@ -237,6 +246,20 @@ def test_what_cannot_be_packed_is_refused(repo, options, message):
         repo.dataset("documents")["train"].packed(**options)
 
 
+def test_a_plan_and_the_parts_of_an_epoch_count_packs(packed, repo, tmp_path):
+    planned = run(
+        "plan", "cache", f"documents[{packed.digest}]", "--repo", repo.repository.url, "--budget", "1GB", "--json"
+    )
+    assert json.loads(planned.stdout)["num_samples"] == packed.num_positions < len(packed)
+    with TokenLoader(packed, batch_size=4, training=True, prefetch=0, ledger=tmp_path) as loader:
+        for position in range(0, packed.num_positions - 3, 4):
+            take_part(loader, 0, position, 0)
+        end_epochs_before(loader, 1)
+    (epoch,) = audit_folders([tmp_path]).epochs
+    assert epoch.is_faultless
+    assert epoch.served + epoch.dropped == packed.num_positions
+
+
 @pytest.mark.filterwarnings("ignore:.*leaves out")
 def test_a_function_says_how_many_tokens_of_each_document_are_used(repo):
     split = repo.dataset("documents")["train"]
@@ -258,8 +281,9 @@ def test_packs_are_refused_where_samples_are_read(repo, packed):
         lambda: packed.take(0.5),
         lambda: packed.packed(8),
         lambda: read(packed, labels="across"),
+        lambda: read(packed, tokens=TokenFormat(block_tokens=8)),
     ):
-        with pytest.raises(ConfigError, match=r"packed|labels is 'across'"):
+        with pytest.raises(ConfigError, match=r"packed|labels is 'across'|block_tokens is 8, and the packs"):
             use()
     with pytest.raises(ConfigError, match="block_tokens and lengths are for packs"):
         read(repo.dataset("documents")["train"], block_tokens=8)

@@ -60,6 +60,14 @@ def test_losses_are_those_of_documents_in_blocks_of_their_own(repo, capsys, loss
     assert len(set(packed)) >= 4
 
 
+@pytest.mark.filterwarnings("ignore:.*leaves out")
+def test_steps_that_are_skipped_are_counted_in_packs(repo, capsys):
+    batch_size = repo.dataset("documents")["train"].packed(BLOCK).num_positions // 2
+    run(repo, "skipped", capsys, pack="best-fit", batch_size=batch_size, skip="3", epochs=2)
+    (use,) = repo.models.describe("skipped").entry["data"]
+    assert use["state"]["masked"] == {"positions": [[1, 0, batch_size]]}
+
+
 def test_packs_need_the_size_of_a_block():
     with pytest.raises(ConfigError, match="pack is 'best-fit'; give --block-tokens too"):
         TrainConfig(repo="r", name="m", data="d", pack="best-fit")

@@ -53,7 +53,9 @@ class ChatTemplate:
             raise ConfigError(
                 f"{folder} has no chat template; expected chat_template.jinja in it, or a text in its config"
             )
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _raise
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         self._errors: type[Exception] = TemplateError

@@ -10,7 +10,7 @@ from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.loaders import TokenLoader
 from datasvc.shards.sources.text.chat import ChatTemplate
 
-TEMPLATE = """{{ bos_token }} {% for message in messages %}
+TEMPLATE = """{{ bos_token }} {% for message in messages %}{% if loop.index > 99 %}{% break %}{% endif %}
 {% if message.role not in ["user", "assistant"] %}{{ raise_exception("no role " + message.role) }}{% endif %}
 <{{ message.role }}> {{ message.content }} <end>
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
