@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
@@ -27,7 +27,7 @@ from datasvc.loaders.core.ledger import Ledger, open_ledger
 from datasvc.loaders.core.mixture import Mixture, purged_samples, splits_of
 from datasvc.loaders.core.parts import PartReader
 from datasvc.loaders.core.sample_keys import BatchPlaces, SampleKeys
-from datasvc.loaders.core.state import SingleThreadGuard, restore_state, save_state
+from datasvc.loaders.core.state import MisuseGuard, SingleThreadGuard, restore_state, save_state
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.profiling.report import Report, make_report
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -43,12 +43,10 @@ if TYPE_CHECKING:
 
     from datasvc.ledger.signals import RecordedBatch, SignalWriter
 
-# The batches and the cursor depend on these attributes, so they are set once.
-_FIXED: Final = frozenset({"split", "batch_size", "training", "tail", "ranks"})
 B = TypeVar("B")
 
 
-class Loader(PartReader[B]):
+class Loader(PartReader[B], MisuseGuard):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
     `ImageLoader`, `TokenLoader` and `AudioLoader` derive from this class.
@@ -156,24 +154,6 @@ class Loader(PartReader[B]):
         return (
             f"{type(self).__name__}({self.split!r}, batch_size={self.batch_size}, training={self.training}, "
             f"data rank {self.ranks.rank} of {self.ranks.world_size}, epoch {self.epoch})"
-        )
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _FIXED and name in self.__dict__:
-            advice = f"create another loader with {name}={value!r}, which can load the state of this one"
-            raise ConfigError(f"{name} of a loader cannot change: {advice}")
-        super().__setattr__(name, value)
-
-    def __getitem__(self, index: object) -> NoReturn:
-        raise ConfigError(
-            f"this {type(self).__name__} makes batches and has no samples by number: iterate over it, without a "
-            "DataLoader; for a DataLoader use datasvc.loaders.torch.Dataset"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            f"this {type(self).__name__} has threads and open files, so it cannot be copied, pickled or sent to "
-            "another process: create one there, which can load the state_dict() of this one"
         )
 
     @abstractmethod

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from datasvc.errors import ConfigError, StateMismatchError
 from datasvc.ledger.masked import MASKED
@@ -28,6 +28,8 @@ DECODE: Final = "decode"
 """Field of the decoding backend in the state of an image loader; older states do not have it."""
 EVALUATION: Final = "evaluation"
 """Field of `AugmentConfig.evaluation` in the state of an image loader that evaluates; older states do not have it."""
+# The batches and the cursor depend on these attributes, so they are set once.
+_FIXED: Final = frozenset({"split", "batch_size", "training", "tail", "ranks"})
 _FORMAT_FIELD: Final = "mixture_format"
 _CURSOR_FIELDS: Final = ("epoch", "position")
 _STAGES: Final = "mixture.stages"
@@ -216,6 +218,28 @@ def _splits(state: Mapping[str, Any]) -> list[Mapping[str, str]]:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0  # not `isinstance`: True is an int too
+
+
+class MisuseGuard:
+    """Base class of a loader, that refuses what would give other batches than the loader's state says."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FIXED and name in self.__dict__:
+            advice = f"create another loader with {name}={value!r}, which can load the state of this one"
+            raise ConfigError(f"{name} of a loader cannot change: {advice}")
+        super().__setattr__(name, value)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise ConfigError(
+            f"this {type(self).__name__} makes batches and has no samples by number: iterate over it, without a "
+            "DataLoader; for a DataLoader use datasvc.loaders.torch.Dataset"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"this {type(self).__name__} has threads and open files, so it cannot be copied, pickled or sent to "
+            "another process: create one there, which can load the state_dict() of this one"
+        )
 
 
 class SingleThreadGuard:

@@ -25,16 +25,16 @@ from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError, StateMismatchError
 from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.mixture import splits_of
-from datasvc.models import Checkpoint, CheckpointManager, Execution, LocalVersion, SaveTo
+from datasvc.models import Checkpoint, CheckpointManager, LocalVersion, SaveTo
 from datasvc.models.restoring.fit import TensorSpec, plan_load
 from datasvc.models.restoring.restore import IntoState, StoredVersion
 from datasvc.models.versions.entry_fields import TRACKERS, config_of_run, runs_in_config
-from datasvc.models.versions.metadata import Parallelism
-from datasvc.planning.layout import AXES, Layout
+from datasvc.planning.layout import AXES
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.repository import Resolved
 from datasvc.trainer.optim.sync_policy import parse_sync
 from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.layouts.execution import describe_execution
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.mean_weights import compute_mean_weights, own_weights
@@ -51,9 +51,6 @@ _RESTORED_WHOLE: Final = (
     "rank_state", "random")  # fmt: skip
 
 _OTHER_RUN: Final = "use another --name, or --resume never"
-
-# By the kind of a policy of `sync`, what its rounds do beside averaging.
-_OUTER_OPTIMIZERS: Final = {"diloco": "nesterov", "easgd": "center"}
 
 _LOG = logging.getLogger(__name__)
 
@@ -282,60 +279,6 @@ def _check_weights(run: Run, stored: StoredVersion) -> None:
 def _check_same(version: Resolved, part: str, saved: str | None, configured: str | None) -> None:
     if saved != configured:
         raise ConfigError(f"{version} has the {part} {saved!r}, this run has {configured!r}; {_OTHER_RUN}")
-
-
-def describe_execution(
-    layout: Layout,
-    *,
-    zero: int | None = None,
-    exchanges_heads: bool = False,
-    sync: str = "bsp",
-    tournament: Mapping[str, Any] | None = None,
-) -> Execution:
-    """Return what the entry of a version says about the execution of a run.
-
-    Args:
-        layout: layout of the ranks.
-        zero: ZeRO stage of the settings.
-        exchanges_heads: whether the ranks of the axis `tensor` exchange queries, keys and values.
-        sync: the setting of this name.
-        tournament: rounds and last comparison, see `Tournament.describe`.
-    """
-    # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
-    is_zero_1 = zero == 1
-    is_sharded = layout.shard * layout.context > 1 and not is_zero_1
-    policy = None if sync == "bsp" else parse_sync(sync)
-    # Without the axis `replica`, each rank of `data` is a replica with steps of its own.
-    data = 1 if policy is not None and layout.replica == 1 else layout.data
-    communication = {
-        # Stages of a pipeline sum the loss, the norm of the gradient, and the gradients of tied weights.
-        "all-reduce": data > 1 or layout.tensor > 1 or layout.pipeline > 1 or is_zero_1,
-        "reduce-scatter": is_sharded,
-        "all-gather": is_sharded,
-        "all-to-all": exchanges_heads,
-        "broadcast": is_zero_1,
-        "point-to-point": layout.pipeline > 1,
-    }
-    divides_model = layout.tensor * layout.pipeline * layout.context > 1
-    divides_data = layout.num_data_ranks > 1
-    parallelism: Parallelism = "hybrid"
-    if not (divides_model and divides_data):
-        parallelism = "model" if divides_model else "data" if divides_data else "none"
-    used = [name for name, is_used in communication.items() if is_used]
-    if policy is not None and divides_data:
-        rounds = ["all-to-all", "all-gather"] if policy.codec is not None else ["all-reduce"]
-        rounds = {"gossip": ["all-to-all"], "tournament": ["all-gather", "all-to-all"]}.get(policy.kind, rounds)
-        used = list(dict.fromkeys([*rounds, *used]))
-    return Execution(
-        layout={axis: layout.size_of(axis) for axis in AXES},
-        parallelism=parallelism,
-        consistency="synchronous" if policy is None else "bounded",
-        communication=", ".join(used),
-        sync=sync,
-        sync_steps=1 if policy is None else policy.steps,
-        outer_optimizer="" if policy is None else _OUTER_OPTIMIZERS.get(policy.kind, ""),
-        tournament=tournament or {},
-    )
 
 
 def resume(run: Run, checkpoint: Checkpoint) -> None:

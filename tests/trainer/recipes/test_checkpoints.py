@@ -8,8 +8,9 @@ import torch
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes.checkpoints import _resume_optimizer, describe_execution, plan_restore
+from datasvc.trainer.recipes.checkpoints import _resume_optimizer, plan_restore
 from datasvc.trainer.recipes.choose_layout import read_layout
+from datasvc.trainer.recipes.layouts.execution import describe_execution
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.model_check import describe_misfit
 from datasvc.trainer.recipes.settings.config import TrainConfig
