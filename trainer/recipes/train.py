@@ -228,7 +228,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                     report_not_finite(run, shown_loss)
             run.recorder.compare_ranks(run.step, now=has_passed(STEPS_PER_COMPARISON, start_step, run.step))
             report_commits(run)
-            if (to := run.checkpoints.should_save(run.step)) and not run.is_over:
+            if (to := run.checkpoints.should_save(run.step, since=start_step)) and not run.is_over:
                 # The metrics of an earlier evaluation do not describe this state.
                 run.metrics, run.average_statistics = {}, {}
                 report_not_finite(run)

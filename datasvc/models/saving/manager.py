@@ -196,20 +196,27 @@ class CheckpointManager:
         """Training time of this rank that saves have taken so far, as measured by `should_save` and `save`."""
         return self._scheduler.cost
 
-    def should_save(self, step: int) -> SaveTo:
+    def should_save(self, step: int, *, since: int | None = None) -> SaveTo:
         """Return where to save now, the same on all ranks; false: nowhere. Every rank calls this after each step.
 
         With `local`, pass the result on: `if to := manager.should_save(step): manager.save(state, step=step, to=to)`.
         After SIGTERM or Ctrl-C, if `grace` is set, the result is `SaveTo.REPOSITORY`: `stop_signal` is then set, and
         the run must end.
 
+        Args:
+            step: number of optimizer steps of the run.
+            since: number of them before the first call, in a run that does not call this after each step; default:
+                one less than `step`. A save that was due in the skipped steps is due now.
+
         Raises:
             ConfigError: the ranks are at different steps.
             UnavailableError: a rank is lost.
         """
-        is_local_due = self._local is not None and self._local.is_due(step)
+        is_local_due = self._local is not None and self._local.is_due(step, since=since)
         self._saves.count_device_copies()
-        if self._due.decide(step, is_saving=self._queue.is_busy, if_idle=is_local_due and self._pushes_when_idle):
+        if self._due.decide(
+            step, is_saving=self._queue.is_busy, if_idle=is_local_due and self._pushes_when_idle, since=since
+        ):
             return SaveTo.REPOSITORY
         return SaveTo.NODES if is_local_due else SaveTo.NOWHERE
 

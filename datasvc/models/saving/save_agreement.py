@@ -42,13 +42,14 @@ class DueSaves:
         self._next_check = 0  # step at which the ranks next exchange messages
         self.stop_signal: int | None = None
 
-    def decide(self, step: int, *, is_saving: bool, if_idle: bool) -> bool:
+    def decide(self, step: int, *, is_saving: bool, if_idle: bool, since: int | None = None) -> bool:
         """Return whether a save is due. Every rank calls this after each step.
 
         Args:
             step: number of steps.
             is_saving: whether a save to the repository is queued or running on this rank.
             if_idle: whether a save is also due if none is queued or running on any rank.
+            since: see `SaveScheduler.decide`.
 
         Raises:
             ConfigError: the ranks are at different steps.
@@ -58,7 +59,7 @@ class DueSaves:
         # Rank 0 has computed `_next_check` for all ranks, so all of them skip the same exchanges.
         if self._channel.size > 1 and step < self._next_check and not if_idle:
             return False
-        decision = self._scheduler.decide(step, is_saving=is_saving)
+        decision = self._scheduler.decide(step, is_saving=is_saving, since=since)
         signal_number = None if self._preemption is None else self._preemption.received
         answers: list[Any] = [[step, decision.is_due, decision.next_step, signal_number, is_saving]]  # by rank
         if self._needs_exchange or if_idle:

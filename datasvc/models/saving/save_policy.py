@@ -205,9 +205,13 @@ class SaveScheduler:
         self._copying_s += spent_s
         self.overhead_s += self._charged_s - charged_before_s
 
-    def decide(self, step: int, *, is_saving: bool) -> SaveDecision:
-        """Decide whether to save after `step`, which has just ended, and at which step to check again."""
-        last_check = step - 1 if self._last_check is None else self._last_check
+    def decide(self, step: int, *, is_saving: bool, since: int | None = None) -> SaveDecision:
+        """Decide whether to save after `step`, which has just ended, and at which step to check again.
+
+        The first call counts the steps after `since`, by default this one alone.
+        """
+        before = step - 1 if since is None else since
+        last_check = before if self._last_check is None else self._last_check
         self._last_check = step
         is_due = self._is_due(last_check, step, is_saving=is_saving)
         return SaveDecision(is_due, step + self._steps_to_next_check(last_check, step))

@@ -204,6 +204,14 @@ def test_the_copy_of_the_save_before_pays_for_nothing_of_the_next():
     assert run.scheduler.overhead_s == pytest.approx(0.5 + 0.25 - 0.03 * 1.25)
 
 
+def test_a_multiple_among_the_steps_before_the_first_check_is_not_missed():
+    for since, is_due in ((None, False), (0, True), (3, True), (5, False)):
+        assert SaveScheduler(SavePolicy(every_steps=5)).decide(7, is_saving=False, since=since).is_due is is_due
+    scheduler = SaveScheduler(SavePolicy(every_steps=5))
+    scheduler.decide(5, is_saving=False)
+    assert not scheduler.decide(7, is_saving=False, since=0).is_due  # it was saved at step 5
+
+
 def looks(run, num_steps):
     """Return the steps at which one of several ranks looks."""
     steps, upcoming = [], run.step

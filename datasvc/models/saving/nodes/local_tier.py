@@ -64,11 +64,14 @@ class LocalTier:
         self._buffer = HostBuffer()
         self._queue = SaveQueue(self._write, limit=_MAX_SAVES, overlap="queue")
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to save after `step`: it, or one that was skipped since the last call, is a multiple."""
+    def is_due(self, step: int, *, since: int | None = None) -> bool:
+        """Return whether to save after `step`: it, or one that was skipped since the last call, is a multiple.
+
+        The first call counts the steps after `since`, by default this one alone.
+        """
         last, self._last_step = self._last_step, step
         if last is None or last >= step:
-            last = step - 1
+            last = step - 1 if since is None else since
         return self._every is not None and is_multiple_reached(self._every, last, step)
 
     def wait_for_slot(self) -> None:
