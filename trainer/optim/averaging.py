@@ -187,12 +187,14 @@ class _AveragingOptimizer(torch.optim.Optimizer):
                 self._replace_by_mean(weights, self._node)
         return loss
 
-    def lease_rounds(self) -> None:
+    def lease_rounds(self, *, is_averaged: bool = False) -> None:
         """Let rounds end with `end_round` only: each rank makes as many steps in them as its lease has batches.
 
-        The policy must be "local" or "diloco", without fragments, delay and alpha.
+        The policy must be "local" or "diloco", without fragments, delay and alpha. `is_averaged`: whether the state
+        that was loaded was saved after such a round. Its number of steps does not tell.
         """
         self._is_leased = True
+        self._has_ended_round = is_averaged or None
 
     @torch.no_grad()
     def end_round(self, *, weight: float, num_steps: int) -> None:

@@ -39,3 +39,20 @@ def test_a_round_whose_changes_were_lost_does_not_make_the_weights_equal():
     assert not again.is_averaged
     step_to(again, 16)
     assert again.is_averaged
+
+
+@pytest.mark.parametrize("sync", ["local:7", "diloco:7"])
+def test_weights_that_were_saved_after_a_round_of_leases_are_equal_whatever_the_number_of_its_steps(sync):
+    saving, resumed = (
+        hvd.Averaging(torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1), sync) for _ in range(2)
+    )
+    saving.lease_rounds()
+    for weight in saving.param_groups[0]["params"]:
+        weight.grad = torch.ones(3)
+    saving.step()
+    assert not saving.is_averaged
+    saving.end_round(weight=1.0, num_steps=2)  # the last round of an epoch
+    assert saving.is_averaged
+    resumed.load_state_dict(saving.state_dict())
+    resumed.lease_rounds(is_averaged=True)
+    assert resumed.is_averaged
