@@ -48,7 +48,7 @@ class Snapshot:
     Tensors are those that the rank stores: its parts of a divided model.
 
     Attributes:
-        commit: round of the ranks in which it was made, and step.
+        commit: round of the ranks in which it was made or last sent, and step.
         place: place of the rank in the layout.
         data_versions: version of each data set, such as "digits@1".
         parent: version that the next checkpoint continues; None: none.
@@ -99,7 +99,7 @@ class ElasticMemory(State):
         self.lost_parts: tuple[int, ...] = ()
         self.has_saved = False
         self._config = config
-        # The copy of the commit before, while it is not known that all ranks have made the newest one.
+        # The copy before the newest one, while it is not known that all ranks have a newest one.
         self._previous: Snapshot | None = None
         self._run: Run | None = None
         self._is_due = False
@@ -114,6 +114,7 @@ class ElasticMemory(State):
     def holding(self, run: Run) -> Iterator[None]:
         """Copy the state of `run` at each commit inside the context (one round); close the run after an error."""
         self._run, self._is_due = run, False
+        self._previous = None  # all ranks have what `sync` has sent
         first_version = run.checkpoints.version
         try:
             yield
@@ -171,10 +172,22 @@ class ElasticMemory(State):
         of_ranks = allgather_object((copies, self.has_saved), name="elastic.copies")
         self.has_saved = any(has_saved for _, has_saved in of_ranks)
         plan = plan_transfers([copies for copies, _ in of_ranks], places)
-        self.lost_parts, self.snapshot, self._previous = plan.missing, None, None
-        if plan.commit is not None:
-            copy = next((copy for copy in own if copy.commit == plan.commit), None)
-            self.snapshot = dataclasses.replace(_exchange(copy, plan), place=places[hvd.rank()])
+        self.lost_parts = plan.missing
+        if plan.commit is None:
+            self.snapshot = self._previous = None
+            return
+        copy = next((copy for copy in own if copy.commit == plan.commit), None)
+        # A rank can be lost before all have their parts. Therefore the own copy stays, and the new one, whose place
+        # has a number of this round, is another commit. Copies that spare ranks keep are older than it.
+        snapshot = _exchange(copy, plan)
+        snapshot = dataclasses.replace(snapshot, commit=(_round_number(), snapshot.step), place=places[hvd.rank()])
+        self.snapshot, self._previous = snapshot, copy
+
+
+def _round_number() -> int:
+    rendezvous = current_rendezvous()
+    assignment = None if rendezvous is None else rendezvous.assignment
+    return 0 if assignment is None else assignment.round_number
 
 
 def _exchange(copy: Snapshot | None, plan: TransferPlan) -> Snapshot:
@@ -231,10 +244,8 @@ def take_snapshot(run: Run) -> Snapshot:
         # Ranks change between rounds, so only the process may identify whose residuals these are. If the number of
         # the rank did too, one residual could be applied on two ranks.
         optimizer["compression"]["rank"] = None
-    rendezvous = current_rendezvous()
-    assignment = None if rendezvous is None else rendezvous.assignment
     return Snapshot(
-        commit=(0 if assignment is None else assignment.round_number, run.step),
+        commit=(_round_number(), run.step),
         place=find_places(run.layout, has_own_steps=run.config.averages_weights)[hvd.rank()],
         data_versions=[split.dataset for split in splits_of(run.loader.split)],
         parent=parent_of(run),

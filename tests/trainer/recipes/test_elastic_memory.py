@@ -266,6 +266,24 @@ def test_a_rank_keeps_its_own_residuals_if_it_has_a_copy_of_the_newest_commit(co
     assert [float(residual.max()) for residual in residuals_of(compressed)] == kept
 
 
+def test_a_rank_that_is_lost_while_parts_are_sent_costs_no_copy(compressed, monkeypatch):
+    memory = ElasticMemory(compressed.config)
+    memory.snapshot = own = take_snapshot(compressed)
+
+    def lose(*_):
+        raise hvd.HorovodInternalError("rank 1 is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(elastic_memory, "broadcast_object", lose)
+        with pytest.raises(hvd.HorovodInternalError):
+            memory.sync()
+    assert memory.snapshot is own
+    # The copy of before is left too, until all ranks have got what was sent.
+    monkeypatch.setattr(elastic_memory, "_round_number", lambda: 7)
+    memory.sync()
+    assert [copy.commit for copy in (memory.snapshot, memory._previous)] == [(7, own.step), own.commit]
+
+
 @pytest.fixture
 def averaging(repository):
     """A run of DiLoCo whose momentum of the first parameter is 1, and the residual of its codec too."""

@@ -363,15 +363,16 @@ class JobMembership:
         return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
+        least = -(-self._limits.min_num_ranks // self._multiple) * self._multiple
         # The minimum is enough for a later round, after a long wait, or if a dead worker cannot be replaced.
         if (
             self._round
             or self._has_waited_too_long(now_s)
             or (self._deaths.since_round and not self._can_grow(now_s))
         ):
-            return -(-self._limits.min_num_ranks // self._multiple) * self._multiple
+            return least
         first = self._limits.first_num_ranks
-        return max(first - first % self._multiple, self._multiple)
+        return max(first - first % self._multiple, least)
 
     def _has_waited_too_long(self, now_s: float) -> bool:
         return self._too_few_since_s is not None and self._too_few_since_s + self._limits.elastic_timeout_s <= now_s

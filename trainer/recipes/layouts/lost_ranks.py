@@ -138,7 +138,8 @@ class LostRankWatch:
 
     def close(self) -> None:
         """End the threads, which report nothing from now on. Other calls have no effect."""
-        self._closed.set()
+        with self._reporting:
+            self._closed.set()
         self._wake.set()
         self._threads[0].join(2 * _POLL_S)  # it tells the others that this rank has not been lost
 
@@ -243,9 +244,10 @@ class LostRankWatch:
             self._message = message
             _LOG.error("rank %d: %s", self._rank, message)
             self._found.set()
-        for group in list(_world.pg_map):
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+            # With the lock, so that after `close` no group of the next round is aborted.
+            for group in list(_world.pg_map):
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
         has_ended = False
         if self._left.wait(self._leave_s):
             # What it closes may wait too, such as a save that another rank has a part of.
@@ -315,7 +317,7 @@ def _drop_groups() -> None:
     those of that round; torch keeps the objects for compiled graphs only.
     """
     for mesh in gc.get_objects():
-        if isinstance(mesh, DeviceMesh):
+        if issubclass(type(mesh), DeviceMesh):  # `isinstance` would call a proxy, of an object that may be gone
             cast("Any", mesh)._pg_registry.clear()  # noqa: SLF001 - torch has no method for it
 
 

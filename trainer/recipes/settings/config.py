@@ -155,6 +155,15 @@ class TrainConfig(
                 f"layout is {self.layout!r}, whose axis pipeline does not go with an elastic run, because its "
                 "replicas are no consecutive ranks; use the axes shard, tensor and context, or leave out --elastic"
             )
+        if self.elastic and self.averages_weights and self.layout is not None:
+            sizes = {axis: size for axis, size in parse_sizes(self.layout).items() if size > 1}
+            if sizes.keys() == {"replica", "data"}:
+                # Of one replica, only the axis `data` would be left, whose ranks make steps of their own.
+                raise ConfigError(
+                    f"layout is {self.layout!r}, and sync is {self.sync!r}: if one replica is left of an elastic run, "
+                    "its ranks would average weights too, and no longer sum gradients; give it the axis shard in "
+                    "place of data, or leave out --elastic"
+                )
         if self.elastic and self.combines_steps:
             raise ConfigError(
                 "op is 'adasum', which needs a power of two ranks, and the ranks of an elastic run change to any "

@@ -687,9 +687,9 @@ def test_limits_that_contradict_each_other_are_refused(limits, message):
 class ReplicaWorld(World):
     """Six workers, two of which have a replica of the model together."""
 
-    def __init__(self, **limits):
+    def __init__(self, *, workers=6, **limits):
         super().__init__(**{"min_num_ranks": 2, "first_num_ranks": 6, **limits})
-        self.hosts(a=6)
+        self.hosts(a=workers)
         self.ask(*self.started)
 
     def ask(self, *workers, serial=0, wants_sync=True):
@@ -716,6 +716,13 @@ def test_workers_that_complete_no_replica_wait_and_replicas_that_are_whole_stay_
     world.ask("a:0:0", "a:4:4", "a:5:5", serial=5)
     assert world.ranks() == ["a:4:4", "a:5:5", "a:0:0", "a:3:3"]
     assert world.seats["a:3:3"].needs_sync
+
+
+def test_the_first_round_has_the_least_number_of_ranks_too():
+    world = ReplicaWorld(min_num_ranks=5, first_num_ranks=6)
+    assert len(world.ranks()) == 6
+    world = ReplicaWorld(min_num_ranks=5, first_num_ranks=5, workers=5)
+    assert "5 of the 6 required ranks (--min-num-proc) are available" in world.finish.reason
 
 
 def test_a_waiting_worker_takes_part_when_a_new_one_completes_its_replica():

@@ -3,10 +3,12 @@
 import contextlib
 import queue
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import datasvc.trainer as hvd
 from datasvc.errors import UnavailableError
@@ -191,6 +193,36 @@ def test_a_closed_watch_reports_nothing_and_ends_no_process(watch):
     each._report("rank 1 was lost")
     assert each._message == ""
     assert watch.ended.empty()
+
+
+def test_no_group_of_the_next_round_is_aborted(watch, monkeypatch):
+    each = watch(SharedStore(), 0, lost_after_s=1e6)
+    closing = threading.Thread(target=each.close)
+
+    class Group:
+        def abort(self):
+            closing.start()
+            closing.join(0.2)
+            self.is_closed = not closing.is_alive()
+
+    group = Group()
+    monkeypatch.setattr(lost_ranks, "_world", SimpleNamespace(pg_map={group: None}))
+    each._report("rank 1 was lost")
+    closing.join()
+    assert not group.is_closed
+
+
+def test_groups_that_meshes_keep_are_deleted_also_beside_a_proxy_of_a_deleted_object(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        proxy = weakref.proxy(type("Deleted", (), {})())
+        assert mesh._pg_registry  # a name of torch
+        lost_ranks._drop_groups()
+        assert not mesh._pg_registry
+        del proxy
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_closed_watch_ends_although_another_job_has_begun(watch):
