@@ -34,6 +34,7 @@ from datasvc.ui.web.site import Site
 from tests.cli.command import run
 from tests.loaders.echo import EchoLoader, write_numbers
 from tests.node.conftest import RunningNode
+from tests.samples import write_tars
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 from tests.ui.conftest import running_ui
 
@@ -110,6 +111,7 @@ def fill(folder):
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.png").write_bytes(picture(number))
     (folder / "source/train/a/bad.png").write_bytes(b"no picture")
+    write_tars(folder / "wds", {"0.png": picture(0), "0.cls": b"0"}, per_tar=2)
     (folder / "classes").write_text("a\nb\nc\n")
     (folder / "labels.csv").write_text("key,label\na/0.png,b\nmissing,a\n")
     repo = datasvc.open(str(folder / "repo"), create=True)

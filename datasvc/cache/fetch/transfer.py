@@ -16,7 +16,7 @@ from functools import partial
 from blake3 import blake3
 
 from datasvc.cache.sources.origin_source import PART_BYTES, Kind, ObjectSource, ReceivedParts
-from datasvc.errors import CorruptDataError, DatasvcError
+from datasvc.errors import CorruptDataError, DatasvcError, SourceChangedError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo
 
@@ -105,6 +105,10 @@ class _Transfer:
             except CorruptDataError as error:
                 self._num_corrupt += 1
                 self._record_corrupt(source, error)
+            except SourceChangedError as error:
+                # The bytes that an attached file gave are wrong: a peer that continued from them would be blamed.
+                self._failures.append((source, error))
+                self._file.reset()
             except DatasvcError as error:
                 # The next source continues from the bytes that have arrived.
                 self._failures.append((source, error))

@@ -1,8 +1,9 @@
 """Recipes of objects that the repository does not store, because they are built from files that stay in place.
 
 `datasvc attach` stores for each shard a recipe, `in_place/ab/DIGEST/RECIPE.json`: which part of which file it is
-built from. RECIPE is the digest of the recipe's bytes. An object may have several recipes, such as of two copies of a
-file. The bytes that a recipe gives are verified against the digest of the object, so it cannot give wrong ones.
+built from. RECIPE is the digest of the recipe's bytes, so an equal recipe is stored once. An object may have several
+recipes, such as of two copies of a file. The bytes that a recipe gives are verified against the digest of the object,
+so it cannot give wrong ones.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, BinaryIO, Final, cast
 
 from blake3 import blake3
 
-from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import Storage
 
 IN_PLACE: Final = "in_place"
@@ -42,7 +43,7 @@ def store_recipe(storage: Storage, digest: str, recipe: Recipe) -> None:
 
 
 def read_recipes(storage: Storage, digest: str) -> list[Recipe]:
-    """Return the recipes of an object, the one with the newest attach first; [] if it has none.
+    """Return the recipes of an object; [] if it has none.
 
     Raises:
         CorruptDataError: a recipe is damaged, and there is no other.
@@ -61,7 +62,7 @@ def read_recipes(storage: Storage, digest: str) -> list[Recipe]:
                 )
     if damaged is not None and not recipes:
         raise damaged
-    return sorted(recipes, key=lambda recipe: str(recipe.get("created")), reverse=True)
+    return recipes
 
 
 def delete_recipes(storage: Storage, digest: str) -> None:
@@ -88,14 +89,17 @@ def build_object(objects: Any, digest: str, file: BinaryIO | None) -> bool:
 
 @contextmanager
 def built_file(objects: Any, digest: str) -> Iterator[str | None]:
-    """Yield the path of a temporary file with an attached object; None: it has no recipe. Errors: `build_object`.
+    """Yield the path of a temporary file with an attached object; None: it has no recipe.
 
-    A mapping that is made in the block keeps the bytes when the file is gone.
+    A mapping that is made in the block keeps the bytes when the file is gone. Raises the errors of `build_object`,
+    and UnavailableError: the folder of temporary files is full.
     """
-    with tempfile.NamedTemporaryFile(prefix=durable.TEMPORARY_PREFIX) as file:
-        is_built = build_object(objects, digest, cast("BinaryIO", file))
-        file.flush()
-        yield file.name if is_built else None
+    # The file has no name, so that a killed process leaves nothing.
+    with tempfile.TemporaryFile() as file:
+        with map_exceptions("write an attached shard to", tempfile.gettempdir()):
+            is_built = build_object(objects, digest, cast("BinaryIO", file))
+            file.flush()
+        yield f"/proc/self/fd/{file.fileno()}" if is_built else None
 
 
 def recipe_of(path: str) -> str | None:

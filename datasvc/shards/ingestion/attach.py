@@ -155,25 +155,31 @@ def build_shard(objects: Objects, digest: Digest, recipes: Sequence[Recipe], fil
 
 
 def _choose_recipe(recipes: Sequence[Recipe]) -> ShardRecipe:
-    """Return the first recipe whose file exists and has the size that it had; raise the error of the first one."""
+    """Return a recipe whose file has its size, and if there is one, its stamp; raise the error of the first one."""
+    of_size: ShardRecipe | None = None
     first: DatasvcError | None = None
     for each in recipes:
         recipe = ShardRecipe.of_json(each)
         reader = FileReader(recipe.source.url)
         location = reader.location(recipe.path)
         try:
-            size_bytes, _ = stat_file(reader.file_system, recipe.path, location)
+            size_bytes, stamp = stat_file(reader.file_system, recipe.path, location)
         except NotFoundError:
             error: DatasvcError = NotFoundError(
                 f"{location} does not exist, and an attached shard is built from it: the repository has no copy of "
                 "its bytes. Put the file back, make it readable from this node, or attach it at its new place"
             )
         else:
+            if (size_bytes, stamp) == (recipe.file_bytes, recipe.stamp):
+                return recipe
             # Another time or ETag alone is no change: the bytes of a copied or restored file are verified.
             if size_bytes == recipe.file_bytes:
-                return recipe
+                of_size = of_size or recipe
+                continue
             error = _changed(location, f"it has {size_bytes} bytes, and had {recipe.file_bytes}")
         first = first or error
+    if of_size is not None:
+        return of_size
     assert first is not None
     raise first
 

@@ -165,9 +165,6 @@ def run_ingest(
     if in_place:
         check_attachable(opened)
         build_options = dataclasses.replace(build_options, in_place=True, reencoding=Reencoding())
-        if isinstance(opened, FileSource):
-            # Recipes are read on other nodes and in other folders.
-            opened = dataclasses.replace(opened, url=_absolute(opened.url))
     if settings.classes is not None and opened.classes:
         raise ConfigError(
             f"{redact_url(opened.url)} has class names of its own, so that --classes cannot rename them; leave out "
@@ -181,7 +178,7 @@ def run_ingest(
         results, num_resumed = _build(plan, settings.engine, num_workers, settings.progress, cleanup)
         # A source that the caller opened cannot be listed again, because its options are unknown here.
         if isinstance(source, (str, os.PathLike)) or settings.source_options is not None:
-            _check_unchanged(plan, settings.source_options)
+            _check_unchanged(plan.work.fingerprint, opened, settings.source_options)
         accepted = _accept(repository, opened, results, _tables(plan, results), settings)
         counts = {name: [row.statistics.label_counts for row in rows] for name, rows in _rows(results).items()}
         spreads = {name: spread for name in counts if (spread := class_spread(counts[name])) is not None}
@@ -329,9 +326,11 @@ def _make_plan(
     fingerprint = source.fingerprint()
     journal = repository.journal(plan_id, fingerprint)
     attempt, has_changed = journal.begin()
-    # After the fingerprint, which is that of a new listing.
-    if options.in_place and isinstance(source, WebDatasetSource):
-        source = source.cut(options.shard_bytes)
+    # After the fingerprint, which a new listing by the same URL must have.
+    if options.in_place and isinstance(source, FileSource):
+        # Recipes are read on other nodes and in other folders.
+        source = dataclasses.replace(source, url=_absolute(source.url))
+        source = source.cut(options.shard_bytes) if isinstance(source, WebDatasetSource) else source
     units = plan_units(source, options)
     units = [relabel_unit(unit, labels) for unit in units] if labels else units
     # The work is sent to every worker without the listing, because the units contain it.
@@ -342,13 +341,12 @@ def _make_plan(
     return _Plan(repository, work, units, journal, has_changed)
 
 
-def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
-    """Raise SourceChangedError if a new listing of the source differs from the one that was ingested."""
-    source = plan.work.source
+def _check_unchanged(fingerprint: str, source: Source, options: SourceOptions | None) -> None:
+    """Raise SourceChangedError if a new listing of the source has another fingerprint than the ingested one."""
     # An iterable cannot be listed again. Each local file of a listed source was checked when it was read.
     if isinstance(source, PythonSource) or (isinstance(source, ListedSource) and FileReader(source.url).is_local):
         return
-    if open_source(source.url, options).fingerprint() != plan.work.fingerprint:
+    if open_source(source.url, options).fingerprint() != fingerprint:
         raise SourceChangedError(
             f"{redact_url(source.url)} changed while it was ingested, nothing was committed; run the same command "
             "again when no process writes to the source any more"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, Final
 
@@ -123,7 +122,6 @@ def make_recipe(
         )
     return {
         "format": RECIPE_FORMAT,
-        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
         "source": _describe(source),
         "parts": [asdict(part) for part in unit.parts],
         "schema": schema_to_text(schema),
@@ -146,7 +144,9 @@ def check_attachable(source: Source) -> None:
             f"{source.kind}: `datasvc ingest` copies it into the repository"
         )
     secret = [part.name for part in source.parts if redact_url(part.where["path"]) != part.where["path"]]
-    if secret or redact_url(source.url) != source.url:
+    # Outside a query, "?" is one of any characters: s3://bucket/train-00?.tar.
+    url = source.url if "=" in source.url.partition("?")[2] else source.url.replace("?", "*")
+    if secret or redact_url(url) != url:
         raise ConfigError(
             f"the URL {redact_url(source.url)} has credentials, which a repository does not store: give them by the "
             "environment, or ingest the source"

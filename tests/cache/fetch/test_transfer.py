@@ -16,7 +16,7 @@ from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import PART_BYTES, OriginSource, ReceivedParts, RequestPool
-from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.errors import CorruptDataError, NotFoundError, SourceChangedError, UnavailableError
 from datasvc.progress import NO_PROGRESS
 from datasvc.repository import ObjectInfo, Repository
 from datasvc.repository.objects.objects import digest_of
@@ -152,6 +152,21 @@ def test_a_peer_continues_what_the_origin_began(incoming):
         assert servers[0].requests[0][1] == f"bytes={origin.num_bytes}-"
     assert 0 < origin.num_bytes < len(CONTENT)
     assert incoming.read_bytes() == CONTENT
+
+
+def test_a_peer_makes_good_what_a_changed_file_gave_and_is_not_blamed(incoming):
+    class Changed:
+        kind = name = "origin"
+
+        def stream(self, _info, _offset, _length, sink):
+            sink(0, memoryview(bytes(PART_BYTES)))
+            raise SourceChangedError("the file has changed")
+
+    with peers_with(None) as (servers, peers):
+        done = fetch(incoming, [Changed(), *in_order(peers, servers)])
+        assert peers.report()[servers[0].url].num_ok == 1
+    assert incoming.read_bytes() == CONTENT
+    assert (done.kind, done.num_corrupt) == ("peer", 0)
 
 
 def test_who_lies_is_marked_and_nothing_of_it_is_kept(incoming, requests):

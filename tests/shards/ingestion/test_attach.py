@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import shutil
+import tempfile
 
 import fsspec
 import pyarrow as pa
@@ -120,6 +122,45 @@ def test_a_file_that_was_moved_is_found_after_it_is_attached_again(repo, tars, t
         samples(repo, "pets@1")
     repo.datasets.attach(str(tmp_path / "moved"), "pets")
     assert samples(repo, "pets@1") == samples(repo, "pets@2")
+
+
+@pytest.mark.parametrize(
+    "source", ["wds/../wds/train-{000000..000002}.tar", "wds//train-{000000..000002}.tar", "file://{}?.tar"]
+)
+def test_files_are_found_from_another_folder_however_they_were_named(repo, tars, tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        repo.datasets.attach(source.format(tars / "train-00000") if source.startswith("f") else source, "pets")
+    monkeypatch.chdir("/")
+    assert len(samples(repo, "pets")) == 24
+    # The second attach stored no other recipes.
+    assert len(list((tmp_path / "repo" / in_place.IN_PLACE).rglob("*.json"))) == 3
+
+
+def test_of_two_files_of_one_size_the_one_as_it_was_attached_is_read(repo, tars, tmp_path):
+    repo.datasets.attach(str(tars), "pets")
+    for folder in ("a", "z"):  # either order of the recipes
+        shutil.copytree(tars, tmp_path / folder, copy_function=shutil.copy)
+        repo.datasets.attach(str(tmp_path / folder), "pets")
+    for folder in (tars, tmp_path / "a"):
+        change(folder / "train-000000.tar")
+        os.utime(folder / "train-000000.tar")
+    assert len(samples(repo, "pets@1")) == 24
+
+
+def test_a_process_that_is_killed_while_it_builds_leaves_no_file(repo, tars, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    seen, build = [], in_place._build[0]
+
+    def look(*arguments):
+        build(*arguments)
+        seen.append(os.listdir(tempfile.tempdir))
+
+    monkeypatch.setattr(in_place, "_build", [look])
+    repo.datasets.attach(str(tars), "pets")
+    assert len(samples(repo, "pets")) == 24
+    assert seen == [[]] * 3
 
 
 def test_another_release_that_writes_other_bytes_is_not_taken_for_a_change(repo, tars, monkeypatch):
