@@ -142,7 +142,10 @@ def test_settings_out_of_range_are_refused_before_anything_runs(change):
         (("--cache", "/c", "--cache-budget", "junk"), "cache_budget is 'junk': .* write for example 50GB"),
         (("--cache-budget", "50GB"), "cache_budget is the budget .*--cache"),
         (("--elastic", "--layout", "data=2,pipeline=2"), ".*axis pipeline does not go with an elastic run, .*"),
-        (("--elastic", "--layout", "replica=3,data=2", "--sync", "local:4"), ".*give it the axis shard in place of.*"),
+        (
+            ("--elastic", "--layout", "replica=3,data=2", "--sync", "local:4"),
+            ".*give it the axis shard in place of.*",
+        ),
         (("--elastic", "--op", "adasum"), "op is 'adasum', which needs a power of two ranks.*--op average"),
         (("--shuffle", "windowed", "--lanes", "4"), "lanes is 4, and block is not set; give --block too"),
         (("--statistics-batches", "3"), "statistics_batches is 3, and .*--statistics recompute, or leave it at 10"),
