@@ -51,7 +51,9 @@ class Packs:
             CorruptDataError, NotFoundError, UnavailableError: their object cannot be read.
         """
         bounds, pieces = self._get(shard)
-        return Packed(*pieces, np.diff(bounds))
+        rows, starts, sizes = pieces.astype(np.int64)
+        firsts = bounds.astype(np.int64)
+        return Packed(rows, starts, sizes, firsts[1:] - firsts[:-1])
 
     def pieces(self, shard: int, packs: Integers) -> tuple[Integers, Packed]:
         """Return the pieces of some packs of a shard, pack after pack; for `packs`, `int64[n]`, and errors see `of`.

@@ -333,7 +333,7 @@ def _check_mp4(content: Bytes) -> None:
     """
     start, announced = 0, 0
     while start + 16 <= len(content):
-        size, kind, long_size = struct.unpack_from(">I4sQ", content, start)
+        size, kind, long_size = struct.unpack_from(">I4sQ", content.data, start)
         size = {0: len(content) - start, 1: long_size}.get(size, size)
         if size < 8:  # not even its header
             break

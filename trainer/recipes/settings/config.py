@@ -160,9 +160,9 @@ class TrainConfig(
             if sizes.keys() == {"replica", "data"}:
                 # Of one replica, only the axis `data` would be left, whose ranks make steps of their own.
                 raise ConfigError(
-                    f"layout is {self.layout!r}, and sync is {self.sync!r}: if one replica is left of an elastic run, its "
-                    "ranks would average weights too, and no longer sum gradients; give it the axis shard in place of "
-                    "data, or leave out --elastic"
+                    f"layout is {self.layout!r}, and sync is {self.sync!r}: if one replica is left of an elastic "
+                    "run, its ranks would average weights too, and no longer sum gradients; give it the axis shard "
+                    "in place of data, or leave out --elastic"
                 )
         if self.elastic and self.combines_steps:
             raise ConfigError(

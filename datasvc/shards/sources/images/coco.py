@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import pyarrow as pa
 
@@ -109,7 +109,7 @@ def _parse(folder: AnnotatedFolder, name: str) -> dict[str, Any] | None:
         rows = document.get(part, [])
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ConfigError(f"{name} has no valid list {part!r}; expected the format of COCO's instances.json")
-    return document
+    return cast("dict[str, Any]", document)
 
 
 def _categories(documents: Mapping[str, Any], url: str) -> list[dict[str, Any]]:
