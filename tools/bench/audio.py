@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import datasvc
 from datasvc.cache import Cache
 from datasvc.loaders import AudioLoader
 from datasvc.shards import Split
-from tools.bench.runner import Options, Report, bench, run_rounds
+from tools.bench.runner import Options, Report, bench, rate_of, run_rounds
 
 WAVES, MELS, LOOP, TORCH = "AudioLoader, waves", "AudioLoader, mels", "soundfile loop", "torch DataLoader"
 RATE = 16_000
@@ -42,8 +41,8 @@ def audio(options: Options) -> Report:
     """Clips per second of `AudioLoader`, beside a loop over soundfile and torch's DataLoader.
 
     Files of 5 seconds at 16 kHz, a quarter each of WAV, FLAC, MP3 and Ogg Vorbis; random clips of 1 second. Each
-    round is an epoch: ours from a staged cache, theirs from files that are in the page cache. Ratios are of times:
-    how many times as long as `AudioLoader` with waves the others take.
+    round is an epoch, with the start of threads or workers: ours from a staged cache, theirs from files that are in
+    the page cache. Ratios are of times: how many times as long as `AudioLoader` with waves the others take.
     """
     if options.files < 2 * options.batch:
         sys.exit(f"--files must be at least {2 * options.batch}, two batches")
@@ -80,11 +79,11 @@ def _arms(split: Split, cache: Cache, files: ClipFiles, options: Options) -> dic
             features=features,
             num_threads=options.workers,
         ) as loader:
-            return _rate(loader, options)
+            return rate_of(loader, options.batch)
 
     def peer(workers: int) -> float:
         sizes = {"batch_size": options.batch, "shuffle": True, "drop_last": True}
-        return _rate(torch.utils.data.DataLoader(files, num_workers=workers, **sizes), options)
+        return rate_of(torch.utils.data.DataLoader(files, num_workers=workers, **sizes), options.batch)
 
     return {
         WAVES: lambda: own("wave"),
@@ -92,12 +91,3 @@ def _arms(split: Split, cache: Cache, files: ClipFiles, options: Options) -> dic
         LOOP: lambda: peer(0),
         TORCH: lambda: peer(options.workers),
     }
-
-
-def _rate(batches: Iterable[object], options: Options) -> float:
-    """Return the clips per second of an epoch without its first batch, which starts threads or workers."""
-    iterator = iter(batches)
-    next(iterator)
-    started = time.perf_counter()
-    num_batches = sum(1 for _ in iterator)
-    return num_batches * options.batch / (time.perf_counter() - started)

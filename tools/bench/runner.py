@@ -209,6 +209,16 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def rate_of(batches: Iterable[object], size: int) -> float:
+    """Return the samples per second of an epoch of batches of `size` samples.
+
+    From its very start: what a loader decodes ahead before its first batch counts, and so does the start of threads.
+    """
+    began = time.perf_counter()
+    num_batches = sum(1 for _ in batches)
+    return num_batches * size / (time.perf_counter() - began)
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return this environment for programs that import this checkout, and packages that only PYTHONPATH names."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
