@@ -62,7 +62,7 @@ def test_copies_are_listed_by_the_samples_that_they_have(repository, other, tmp_
     assert listed(repository, "a", "b", "c") == [("live", 3), ("one", 1), ("rest", 2), ("other", 3)]
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", sorted({*FORMATS} - {"coco"}))  # that of boxes alone
 def test_every_format_is_recorded(repository, tmp_path, format_name):
     dataset = write_photos(repository)
     report = export(repository, "photos@1", str(tmp_path / "out"), format_name, split="val")

@@ -13,7 +13,7 @@ import pytest
 from datasvc.trainer.launch.ranks import remote_guard
 from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
-from datasvc.trainer.launch.ranks.rank_process import RankStart, StartError
+from datasvc.trainer.launch.ranks.rank_process import RankProcess, RankStart, StartError
 from datasvc.trainer.launch.ranks.static_job import run_static_job
 
 STUBBORN = "trap '' TERM; echo $$ >{fifo}; while true; do sleep 1000; done"
@@ -95,6 +95,19 @@ def test_a_process_that_cannot_be_watched_is_ended(monkeypatch, remote_command):
         with pytest.raises(RuntimeError):
             group.start(rank_start("exec sleep 1000", remote_command=remote_command))
         assert children() == before
+
+
+def test_a_notice_that_comes_while_a_rank_is_started_reaches_it(monkeypatch):
+    connect = RankProcess._connect
+
+    def connect_late(process):
+        connect(process)
+        group.notify(signal.SIGUSR1)  # the process runs, and is not registered
+
+    monkeypatch.setattr(RankProcess, "_connect", connect_late)
+    with RankGroup(grace_s=0.1) as group:
+        group.start(rank_start("exec sleep 1000"))
+        assert group.next_end(timeout_s=60).returncode == -signal.SIGUSR1
 
 
 # Takes SIGUSR1, and prints the status of a child that does not handle it.

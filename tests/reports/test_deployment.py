@@ -14,8 +14,8 @@ import yaml
 import datasvc
 from datasvc.errors import ConfigError
 from datasvc.loaders import ImageLoader, serve_loader_metrics
-from datasvc.loaders.core import metrics
 from datasvc.loaders.decode.pixels import import_codec
+from datasvc.loaders.profiling import metrics
 from datasvc.testing import small_dataset
 from datasvc.trainer.recipes import train as loop
 from datasvc.trainer.recipes.settings.config import TrainConfig

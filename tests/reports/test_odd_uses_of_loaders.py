@@ -86,7 +86,9 @@ def test_what_is_shown_of_data_and_checkpoints_is_one_line(repo, loader, tmp_pat
     with Cache(tmp_path / "cache", budget="10MB") as cache:
         shown = {
             "ImageLoader(Split(pets@1/train, 12 samples), batch_size=4, training=True, data rank 0 of 1, ": loader,
-            "ImageBatch(images [4, 3, 8, 8], labels [4], mask [4], positions [4])": next(iter(loader)),
+            "ImageBatch(images [4, 3, 8, 8], labels [4], mask [4], positions [4], windows [4, 4], flips [4])": next(
+                iter(loader)
+            ),
             "OrderBatchSampler(Split(pets@1/train, 12 samples), batch_size=4": batches,
             "ResumableDataLoader(Split(pets@1/train": ResumableDataLoader(Dataset(split), batches),
             "IterableDataset(Split(pets@1/train": IterableDataset(Dataset(split), batches),

@@ -40,7 +40,9 @@ class ParameterShard:
         sizes = [weight.numel() for weight in weights.values()]
         self.size = sum(sizes)
         # One buffer for all weights: a pull is one copy, and the optimizer changes the buffer in place.
-        self._weights = torch.cat([torch.empty(0), *(weight.detach().flatten() for weight in weights.values())])
+        self._weights = torch.cat(
+            [torch.empty(0, device="cpu"), *(weight.detach().flatten() for weight in weights.values())]
+        )
         self._gradients = torch.zeros_like(self._weights)
         self._parameters: dict[str, nn.Parameter] = {}
         parts = zip(torch.split(self._weights, sizes), torch.split(self._gradients, sizes), strict=True)

@@ -93,12 +93,12 @@ class ServerLink:
         return torch.load(io.BytesIO(self._receive_bytes()), weights_only=True)
 
     def _send_bytes(self, content: bytes) -> None:
-        self.send(torch.tensor([len(content)]))
+        self.send(torch.tensor([len(content)], device="cpu"))
         self.send(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def _receive_bytes(self) -> bytes:
-        size = int(self.receive(torch.zeros(1, dtype=torch.int64)))
-        return self.receive(torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
+        size = int(self.receive(torch.zeros(1, dtype=torch.int64, device="cpu")))
+        return self.receive(torch.empty(size, dtype=torch.uint8, device="cpu")).numpy().tobytes()
 
     def _do(self, operation: Any) -> None:
         try:

@@ -25,7 +25,7 @@ def answer_worker(link: ServerLink, shard: ParameterShard, worker: int, message:
         link.send(shard.pull())
     else:
         assert message["op"] == "push"
-        shard.stage((worker, message["lease"]), link.receive(torch.empty(shard.size)))
+        shard.stage((worker, message["lease"]), link.receive(torch.empty(shard.size, device="cpu")))
         link.send_message()
 
 

@@ -77,7 +77,7 @@ class WorkerClient:
             link.send_message(op="pull")
         for link, parts in zip(self._links, weights, strict=True):
             sizes = [part.numel() for part in parts]
-            pulled = link.receive(torch.empty(sum(sizes)))
+            pulled = link.receive(torch.empty(sum(sizes), device="cpu"))
             for part, values in zip(parts, torch.split(pulled, sizes), strict=True):
                 part.copy_(values.view(part.shape))
 
@@ -88,7 +88,9 @@ class WorkerClient:
         """
         for link, parts in zip(self._links, gradients, strict=True):
             link.send_message(op="push", lease=grant.lease)
-            link.send(torch.cat([torch.empty(0), *(part.detach().flatten().cpu().float() for part in parts)]))
+            link.send(
+                torch.cat([torch.empty(0, device="cpu"), *(part.detach().flatten().cpu().float() for part in parts)])
+            )
         for link in self._links:
             link.receive_message()
         self._done = {"lease": grant.lease, "loss": loss, "num_targets": num_targets}

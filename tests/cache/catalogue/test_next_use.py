@@ -94,7 +94,7 @@ class Table:
     """What a timeline reads of a shard table without weights."""
 
     def __init__(self, samples, sizes):
-        self.samples_per_shard = np.asarray(samples, np.int64)
+        self.positions_per_shard = self.samples_per_shard = np.asarray(samples, np.int64)
         self.bytes_per_shard = np.asarray(sizes, np.int64)
 
     def epoch_counts(self, _config, _epoch):

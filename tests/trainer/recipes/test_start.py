@@ -103,7 +103,7 @@ def test_the_options_of_a_layout_reach_its_engines(monkeypatch, settings, expect
     batches = plan_batches(config, layout.num_data_ranks)
     with pytest.raises(ReachedError):
         build_learner(config, LanguageModelling(config, None), batches, place, layout, block=8)
-    others = {"rank": 0, "device": place.device, "num_micro_batches": 4, "block": 8}
+    others = {"rank": 0, "device": place.device, "num_micro_batches": 4, "block": 8, "averages_weights": False}
     assert calls == [(layout, expected, others)]
 
 

@@ -47,6 +47,7 @@ class RankGroup:
         self._ends: queue.SimpleQueue[RankEnd] = queue.SimpleQueue()
         # The signals forwarded so far, for processes that start later.
         self._signals: list[int] = []
+        self._notices: list[int] = []
         # Limits of concurrent logins, by host.
         self._login_slots: dict[str, threading.Semaphore] = {}
 
@@ -68,6 +69,7 @@ class RankGroup:
             OSError: the output files cannot be written, or the guard process of this machine has exited.
         """
         assert start.worker_id not in self.processes
+        num_notices = len(self._notices)
         if start.remote_command is None:
             process = RankProcess(start, guard=self._guard, ends=self._ends)
         else:
@@ -76,6 +78,9 @@ class RankGroup:
         # The process is registered first: `forward_signal` sends it any later signal, and this loop the earlier ones.
         for number in self._signals:
             process.send(number)
+        # Of the notices, only those that came while it was started: its program may not take earlier ones.
+        for number in self._notices[num_notices:]:
+            process.notify(number)
         return process
 
     @property
@@ -98,6 +103,7 @@ class RankGroup:
 
     def notify(self, number: int) -> None:
         """Send a signal that does not end the job, such as SIGUSR1, to the processes, and not to their children."""
+        self._notices.append(number)
         for process in tuple(self.processes.values()):
             process.notify(number)
 

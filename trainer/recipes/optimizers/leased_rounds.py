@@ -126,7 +126,7 @@ class LeasedRounds:
         self._loss = torch.zeros_like(self._loss)
         self._num_samples = self._num_steps = 0
         self._reading.switch_leases(self._known[0][0], step=self.step)
-        return torch.tensor(sum(each[2] for each in rows) / sum(each[3] for each in rows))
+        return torch.tensor(sum(each[2] for each in rows) / sum(each[3] for each in rows), device="cpu")
 
     def got_batch(self) -> None:
         """Mark that the first batch of a round has arrived, from when on the speed of this rank is measured."""

@@ -123,7 +123,8 @@ class ModelSettings(SettingGroup):
 
     Attributes:
         model: small-cnn, resnet18, resnet34, resnet50, resnet101, resnet152, alexnet, googlenet, inception-v3, vgg16,
-            gpt, gpt2 or gpt2-medium; or "MODULE:FUNCTION", your own. None: small-cnn for images, gpt for tokens.
+            gpt, gpt2, gpt2-medium or keyword-cnn; or "MODULE:FUNCTION", your own. None: small-cnn for images, gpt for
+            tokens, keyword-cnn for sounds.
         model_option: options of the model, each "name=value" with a JSON value: "dropout=0.1".
         sync_batch_norm: whether batch normalisation uses the samples of all ranks in a backward pass, so that the
             training is the same at any number of ranks.
