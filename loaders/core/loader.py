@@ -49,7 +49,7 @@ B = TypeVar("B")
 class Loader(PartReader[B], MisuseGuard):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
-    `ImageLoader`, `TokenLoader` and `AudioLoader` derive from this class.
+    `ImageLoader`, `TokenLoader`, `AudioLoader` and `VideoLoader` derive from this class.
 
     Args:
         split: a split of a data-set version, or a mixture of several splits.

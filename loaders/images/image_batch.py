@@ -23,7 +23,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class BatchDisplay:
-    """What the loader knows of its batches that their arrays do not say.
+    """Properties of batches that their arrays do not show.
 
     Attributes:
         pixels: format of the images, by which they are converted back to levels.

@@ -64,7 +64,7 @@ class LossMasks:
         """Return which tokens of the blocks count: `bool[n, block]`; False after the `length` tokens of a block.
 
         Raises:
-            BadSampleError: a list has another number of values than its sample has tokens.
+            BadSampleError: a list has fewer values than its sample has tokens, or a shard has no lists.
         """
         counted = np.zeros((len(length), block), np.bool_)
         for part in batch.kept_parts:
@@ -93,6 +93,11 @@ class LossMasks:
     def _open(self, shard: Shard) -> StoredLists:
         lists = self._lists.get(shard)
         if lists is None:
+            if self._column not in shard.schema.names:
+                raise BadSampleError(
+                    f"shard {shard.name} has no column {self._column!r}, which the loss mask is read from: append "
+                    "samples with loss masks, or leave out the loss mask"
+                )
             lists = StoredLists(shard.column(self._column), np.bool_, "a loss mask")
             if not shard.is_partial:  # a partial shard gets more samples while it is fetched
                 self._lists[shard] = lists

@@ -1,5 +1,6 @@
 """Two sites with two ranks each, a slow link and a cache of their own: one loses its power, and comes back."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -91,8 +92,14 @@ def store(network):
     server.close()
 
 
+@pytest.fixture
+def stopping():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
 def test_a_site_is_lost_and_comes_back_and_each_shard_crosses_the_link_once_per_site(
-    separate_network, store, tmp_path, digits_folder, monkeypatch
+    separate_network, store, tmp_path, digits_folder, monkeypatch, stopping
 ):
     environment = {
         "AWS_ENDPOINT_URL": store.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -121,9 +128,11 @@ def test_a_site_is_lost_and_comes_back_and_each_shard_crosses_the_link_once_per_
     ]
     # fmt: on
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    job = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PATH": path}
-    )
+    with (tmp_path / "errors").open("w") as errors:
+        job = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PATH": path}
+        )
+    stopping.callback(job.kill)
     rounds = {}
     for line in job.stdout:
         event = json.loads(line)
@@ -134,8 +143,7 @@ def test_a_site_is_lost_and_comes_back_and_each_shard_crosses_the_link_once_per_
         if event["event"] == "step" and event["step"] == 16:
             far.boot()
             sites.open(far)
-    _, errors = job.communicate()
-    assert job.returncode == 0, errors
+    assert job.wait() == 0, (tmp_path / "errors").read_text()
     assert rounds == {0: 4, 8: 2, 20: 4}  # each begins at the end of a round of the averaging
     status, text = audit(tmp_path / "ledger")
     assert status == 0, text

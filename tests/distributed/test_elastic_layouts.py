@@ -154,7 +154,7 @@ def test_without_a_lost_replica_the_others_have_the_bits_of_a_job_that_continues
         kills=[(10, [3])],
     )
     assert rounds(events) == [(6, 0), (4, 8)]
-    assert "4 ranks train, and 1 more waits for others: a replica of the model needs 2" in jobs.errors
+    assert "4 ranks train, and 1 other waits for more ranks: a replica of the model needs 2" in jobs.errors
     jobs.run("begun", "replica=3,shard=2", *words, "--max-steps", "8", ranks=6)
     jobs.run("begun", "replica=2,shard=2", *words, ranks=4)
     found, expected = jobs.weights("elastic"), jobs.weights("begun")

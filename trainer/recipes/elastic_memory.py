@@ -207,7 +207,7 @@ def _exchange(copy: Snapshot | None, plan: TransferPlan) -> Snapshot:
     assert parts is not None
     optimizer = parts["optimizer"]
     if plan.sources[hvd.rank()] != hvd.rank() and (outer := _outer_state(optimizer)):
-        outer["rank"] = None  # nobody's here: the residuals of the other rank must not count twice
+        outer["rank"] = None  # no rank: the residuals of the other one would count twice
     if not plan.keeps_moments:
         optimizer = {**optimizer, "state": {}}
     return Snapshot(**shared, **{**parts, "optimizer": optimizer})

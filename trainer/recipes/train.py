@@ -79,7 +79,7 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
         config = plan_smoke_config(config, smoke, size)
     rendezvous = open_rendezvous(os.environ) if config.elastic else None
     if rendezvous is not None:
-        # The launcher forms rounds of whole replicas, and says so if there is none.
+        # The launcher forms rounds of whole replicas, and reports an error if there is none.
         multiple = rendezvous.multiple = count_replica_ranks(config)
         size = max(size - size % multiple, multiple)
     layout = choose_layout(config, size, block=read_block_tokens(config, size))

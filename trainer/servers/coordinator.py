@@ -156,12 +156,6 @@ class Coordinator:
             for link in self._others:
                 link.send_message(op="end")
 
-    @property
-    def num_living(self) -> int:
-        """Number of workers that are not lost."""
-        with self._changed:
-            return len(self._living)
-
     def _serve(self, worker: int) -> None:
         """Answer a worker until it is lost or the job ends."""
         try:

@@ -404,7 +404,10 @@ def placement(
 def where(
     ref: SamplesArgument,
     repo: RepoOption,
-    node: Annotated[list[str], typer.Option(metavar="URL", help="A node to ask, by its server.")],
+    node: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="URL of a node, as `datasvc serve` prints it; may be given several times."),
+    ],
     token_file: TokenOption = None,
     ca: CaOption = None,
     tls_name: TlsNameOption = None,

@@ -104,7 +104,7 @@ def load_tenants(path: Path) -> tuple[Tenant, ...]:
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f'{path} is not a file of tenants: {error!r}; expected {{"NAME": {{"token": "...", "repositories": '
-            '["URL"]}}}'
+            '["URL"]}}'
         ) from error
     if len({tenant.token for tenant in tenants}) < len(tenants):
         raise ConfigError(f"two tenants in {path} have the same token; give each its own")

@@ -83,10 +83,9 @@ def check_access(
     """Return a middleware that refuses requests without access.
 
     Args:
-        accesses: finds the access of a request. If no token is required,
-            the `Host` header must name this machine.
-            This check prevents DNS rebinding: the author of a web page lets the page's host name point to this
-            machine, and the page sends requests to the node from a browser on it.
+        accesses: returns what the token of a request gives access to. If no token is required, the `Host` header must
+            name this machine. This check prevents DNS rebinding: the author of a web page lets the page's host name
+            point to this machine, and the page sends requests to the node from a browser on it.
         own_hosts: names and addresses of this node in the `Host` header, besides those of the loopback.
         authorize: called with each request that has access.
     """

@@ -1,8 +1,8 @@
 """Attach a source: a version whose shards are built from the files of the source, which stay where they are.
 
 An attach reads each file once, as an ingest does: it stores the sample index, the shard table and, in place of the
-shard, its recipe. So an attached version has digests, diffs, views and orders like any other. Whoever needs a
-shard, such as a node's cache, builds the same bytes from its file, and verifies them against the digest.
+shard, its recipe. So an attached version has digests, diffs, views and orders like any other. A reader of
+a shard, such as a node's cache, builds the same bytes from its file, and verifies them against the digest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from datasvc.errors import DatasvcError, NotFoundError, SourceChangedError, UnavailableError
+from datasvc.errors import (
+    ConfigError,
+    CorruptDataError,
+    DatasvcError,
+    NotFoundError,
+    SourceChangedError,
+    UnavailableError,
+)
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository
 from datasvc.repository.logs.copies import ATTACHED, RecordedCopy, record_copies
@@ -147,7 +154,11 @@ def build_shard(objects: Objects, digest: Digest, recipes: Sequence[Recipe], fil
     if (size_bytes, stamp) != (recipe.file_bytes, recipe.stamp):
         detail = f"its size or its modification time or ETag is another one: {size_bytes} bytes, {stamp or 'no ETag'}"
     elif recipe.made_by != made_by():
-        detail = f"or {recipe.made_by}, which attached it, built other bytes of it than {made_by()}"
+        raise SourceChangedError(
+            f"{location} gives other bytes than when it was attached, at the same size and time: it was changed and "
+            f"its time set back, or {made_by()} builds other bytes than {recipe.made_by}, which attached it. No "
+            "sample of it was served. Put the file back as it was, use that release, or attach it again"
+        )
     else:
         detail = "its size and its modification time or ETag are the same, but its bytes differ"
     problem = problem or (f"{bad[0].key}: {bad[0].reason}" if bad else None)
@@ -158,14 +169,18 @@ def _choose_recipe(recipes: Sequence[Recipe]) -> ShardRecipe:
     """Return a recipe whose file has its size, and if there is one, its stamp; raise the error of the first one."""
     of_size: ShardRecipe | None = None
     first: DatasvcError | None = None
+    error: DatasvcError
     for each in recipes:
-        recipe = ShardRecipe.of_json(each)
-        reader = FileReader(recipe.source.url)
-        location = reader.location(recipe.path)
+        location = "?"
         try:
+            recipe = ShardRecipe.of_json(each)
+            reader = FileReader(recipe.source.url)
+            location = reader.location(recipe.path)
             size_bytes, stamp = stat_file(reader.file_system, recipe.path, location)
+        except (ConfigError, CorruptDataError, UnavailableError) as failure:
+            error = failure  # another place may have the file
         except NotFoundError:
-            error: DatasvcError = NotFoundError(
+            error = NotFoundError(
                 f"{location} does not exist, and an attached shard is built from it: the repository has no copy of "
                 "its bytes. Put the file back, make it readable from this node, or attach it at its new place"
             )

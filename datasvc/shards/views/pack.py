@@ -155,12 +155,21 @@ def _read_documents(split: Split, number: int, rule: _Rule, lengths: Lengths | N
         samples = pa.table({name: shard.column(name).take(pa.array(live)) for name in names})
         used = _check_lengths(lengths(samples), used, f"shard {number} of {split.title}")
     unlabelled = 0
-    if rule.loss_mask is not None and rule.loss_mask in shard.schema.names:
+    if rule.loss_mask is not None:
+        if rule.loss_mask not in shard.schema.names:
+            raise _no_loss_mask(rule.loss_mask, shard.name)
         has_label = _has_label(shard.column(rule.loss_mask), live, stored, used, f"shard {number} of {split.title}")
         unlabelled = int(((used > 0) & ~has_label).sum())
         used = np.where(has_label, used, 0)
     split.origin.release_shard(table.shard(number))
     return _Documents(used, unlabelled)
+
+
+def _no_loss_mask(column: str, shard: str) -> BadSampleError:
+    return BadSampleError(
+        f"shard {shard} has no column {column!r}, so none of its tokens has a label: append samples with loss masks, "
+        "or leave out the loss mask"
+    )
 
 
 def _stored_tokens(shard: Shard, rule: _Rule) -> Integers:

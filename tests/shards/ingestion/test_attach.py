@@ -12,8 +12,10 @@ import pytest
 
 import datasvc
 from datasvc.cache import Cache
-from datasvc.errors import BadSampleError, ConfigError, NotFoundError, SourceChangedError
+from datasvc.errors import BadSampleError, ConfigError, NotFoundError, SourceChangedError, UnavailableError
 from datasvc.repository.objects import in_place
+from datasvc.shards.ingestion import attach
+from datasvc.shards.sources.common.listing import stat_file
 from tests.samples import class_sorted, write_folder, write_tars
 
 FILES = class_sorted(24, 3)
@@ -148,6 +150,23 @@ def test_of_two_files_of_one_size_the_one_as_it_was_attached_is_read(repo, tars,
     assert len(samples(repo, "pets@1")) == 24
 
 
+def test_a_place_that_does_not_respond_hides_no_other_place(repo, tars, tmp_path, monkeypatch):
+    def stat(file_system, path, location):
+        if not location.startswith(str(tmp_path / "z")):
+            raise UnavailableError(f"{location} does not respond")
+        return stat_file(file_system, path, location)
+
+    repo.datasets.attach(str(tars), "pets")
+    for folder in ("a", "z"):
+        shutil.copytree(tars, tmp_path / folder, copy_function=shutil.copy)
+        repo.datasets.attach(str(tmp_path / folder), "pets")
+    monkeypatch.setattr(attach, "stat_file", stat)
+    assert len(samples(repo, "pets@1")) == 24
+    shutil.rmtree(tmp_path / "z")
+    with pytest.raises(UnavailableError, match="does not respond"):
+        samples(repo, "pets@1")
+
+
 def test_a_process_that_is_killed_while_it_builds_leaves_no_file(repo, tars, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -169,7 +188,7 @@ def test_another_release_that_writes_other_bytes_is_not_taken_for_a_change(repo,
     monkeypatch.undo()
     assert len(samples(repo, "pets")) == 24
     change(tars / "train-000000.tar")
-    with pytest.raises(SourceChangedError, match="or datasvc 9 with Arrow 9, which attached it"):
+    with pytest.raises(SourceChangedError, match="than datasvc 9 with Arrow 9, which attached it"):
         samples(repo, "pets")
 
 

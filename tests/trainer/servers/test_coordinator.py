@@ -60,13 +60,18 @@ def train_alone():
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-def work(store, worker, lose_at=None):
-    """Compute parts until the end; with `lose_at`, leave after so many, with the gradients pushed to one server."""
+def work(store, worker, lose_at=None, together=None):
+    """Compute parts until the end; with `lose_at`, leave after so many, with the gradients pushed to one server.
+
+    With the barrier `together`, the first five grants wait for those of the others, so each worker gets that many.
+    """
     client = WorkerClient(store, worker=worker, num_servers=2, timeout_s=20)
     weights = initial()
     parts = [[weights[name] for name in names] for names in client.welcome["names"]]
     served = []
     while (grant := client.next_grant()) is not None:
+        if together is not None and len(served) <= 4:
+            together.wait()
         client.pull([[part.detach() for part in each] for each in parts])
         start = grant.position + grant.part * SIZE // WORKERS
         loss, found = gradients(weights, slice(start, start + SIZE // WORKERS))
@@ -90,7 +95,11 @@ def run(bound, **lost):
     with ThreadPoolExecutor(8) as threads:
         options = {"server": 1, "num_workers": WORKERS, "make_optimizer": make_optimizer, "timeout_s": 20}
         other = threads.submit(serve_shard, store, **options)
-        workers = [threads.submit(work, store, worker, lost.get(f"worker_{worker}_at")) for worker in range(WORKERS)]
+        together = threading.Barrier(WORKERS) if lost.keys() == {"worker_1_at"} else None
+        workers = [
+            threads.submit(work, store, worker, lost.get(f"worker_{worker}_at"), together)
+            for worker in range(WORKERS)
+        ]
         coordinator = Coordinator(
             store,
             shards,

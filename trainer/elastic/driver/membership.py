@@ -352,8 +352,8 @@ class JobMembership:
             worker.is_spare = True
         if not spare:
             return []
-        waits = "1 more waits" if len(spare) == 1 else f"{len(spare)} more wait"
-        text = f"{num_ranks} ranks train, and {waits} for others: a replica of the model needs {self._multiple}"
+        waits = "1 other waits" if len(spare) == 1 else f"{len(spare)} others wait"
+        text = f"{num_ranks} ranks train, and {waits} for more ranks: a replica of the model needs {self._multiple}"
         return [PrintMessage(text)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:

@@ -1,8 +1,8 @@
 """Rounds in which each replica makes as many steps as it can (`--leases`): who gets how much, and the end of a round.
 
 The ranks exchange what they have measured at the end of each round, and compute the same shares from it, so no
-process decides for the others. The shares are those of the round after the next one: the loader knows two rounds, and
-its prefetch does not stop between them. `datasvc.ledger.leases` divides the positions.
+process decides for the others. The shares are those of the round after the next one: two rounds are planned in the
+loader, and its prefetch does not stop between them. `datasvc.ledger.leases` divides the positions.
 
 Invariant: all ranks are at the same step after a round, and only there do they save, report or stop.
 """
@@ -148,7 +148,7 @@ class LeasedRounds:
         return choose_shares(self._policy.steps * self._num_replicas, speeds, self._planned[-1])
 
     def _add(self, shares: tuple[int, ...]) -> None:
-        """Plan the next round that the loader does not know, with these shares if it is a whole one."""
+        """Plan the next round that the loader does not have, with these shares if it is a whole one."""
         step, batches = self._end
         leases = self._leases_of(shares, step, batches)
         added = self._rounds.add(leases)

@@ -77,7 +77,7 @@ def _train(run: Run, config: TrainConfig, job: ServerJob) -> None:
         )
     parts = _place(run.model, job.num_servers)
     staleness = config.parse_staleness()
-    run.execution = describe_execution(config.sync, job.num_workers, job.num_servers)
+    run.execution = describe_server_execution(config.sync, job.num_workers, job.num_servers)
     coordinator = Coordinator(
         job.store,
         [take_shard(part, run.optimizer) for part in parts],
@@ -108,7 +108,7 @@ def _place(model: nn.Module, num_servers: int) -> list[dict[str, nn.Parameter]]:
     return parts
 
 
-def describe_execution(sync: str, num_workers: int, num_servers: int) -> Execution:
+def describe_server_execution(sync: str, num_workers: int, num_servers: int) -> Execution:
     """Return what the entry of a version says about a job with parameter servers."""
     consistency = {"ssp:0": "synchronous", "async": "asynchronous"}.get(sync, "bounded")
     return Execution(

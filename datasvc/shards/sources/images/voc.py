@@ -106,7 +106,7 @@ def _parse(content: bytes) -> tuple[Sequence[tuple[str, bool, list[float]]], tup
         objects = [_parse_object(each) for each in root.findall("object")]
     except (ET.ParseError, RecursionError, ValueError, OverflowError, LookupError) as error:
         return [], None, f"its XML file cannot be read: {error}"
-    # Some tools write a size of 0; then nobody knows for which image the pixels of the boxes are.
+    # Some tools write a size of 0; then the size to which the pixels of the boxes refer is unknown.
     return objects, (size[0], size[1]) if min(size) > 0 else None, "" if min(size) > 0 else "its XML file has no size"
 
 

@@ -706,7 +706,7 @@ def test_workers_that_complete_no_replica_wait_and_replicas_that_are_whole_stay_
     world.end("a:2:2")
     world.ask("a:0:0", "a:1:1", "a:3:3", "a:4:4", "a:5:5", serial=3)
     assert world.ranks() == ["a:0:0", "a:1:1", "a:4:4", "a:5:5"]
-    assert world.said[-1] == "4 ranks train, and 1 more waits for others: a replica of the model needs 2"
+    assert world.said[-1] == "4 ranks train, and 1 other waits for more ranks: a replica of the model needs 2"
     assert not any(isinstance(action, DenyRank) for action in world.last)
     # Its end, or the time for which it waits, ends no round.
     world.wait(world.limits.hang_timeout_s + 1)
