@@ -88,9 +88,9 @@ class WorkerClient:
         """
         for link, parts in zip(self._links, gradients, strict=True):
             link.send_message(op="push", lease=grant.lease)
-            link.send(
-                torch.cat([torch.empty(0, device="cpu"), *(part.detach().flatten().cpu().float() for part in parts)])
-            )
+            # Sparse gradients, of embeddings, are sent in full.
+            dense = (part.detach().to_dense().flatten().cpu().float() for part in parts)
+            link.send(torch.cat([torch.empty(0, device="cpu"), *dense]))
         for link in self._links:
             link.receive_message()
         self._done = {"lease": grant.lease, "loss": loss, "num_targets": num_targets}

@@ -99,11 +99,16 @@ def _train(run: Run, config: TrainConfig, job: ServerJob) -> None:
 
 
 def _place(model: nn.Module, num_servers: int) -> list[dict[str, nn.Parameter]]:
-    """Return the trainable weights of each server by name."""
+    """Return the trainable weights of each server by name. Raises ConfigError: float32 cannot hold one."""
     servers = [str(server) for server in range(num_servers)]
     parts: list[dict[str, nn.Parameter]] = [{} for _ in servers]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            if torch.promote_types(parameter.dtype, torch.float32) is not torch.float32:
+                raise ConfigError(
+                    f"the weight {name} is {parameter.dtype}, and parameter servers hold and send float32; make the "
+                    "model in float32, or give --sync bsp"
+                )
             parts[int(rank_nodes(Digest(name), servers)[0])][name] = parameter
     return parts
 
