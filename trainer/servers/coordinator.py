@@ -21,7 +21,7 @@ from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.servers.leases import LeaseTable, Staleness
 from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
 from datasvc.trainer.servers.server_link import ServerLink
-from datasvc.trainer.servers.shard_server import answer_worker, change_shard
+from datasvc.trainer.servers.shard_server import answer_worker, change_shard, join_links
 
 _LATE_WORKERS_S: Final = 60.0
 
@@ -155,6 +155,7 @@ class Coordinator:
             self._changed.wait_for(lambda: not self._living, timeout=_LATE_WORKERS_S)
             for link in self._others:
                 link.send_message(op="end")
+        join_links(self._threads)
 
     def _serve(self, worker: int) -> None:
         """Answer a worker until it is lost or the job ends."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -17,6 +18,8 @@ from torch.distributed.distributed_c10d import Store
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
 from datasvc.trainer.servers.server_link import ServerLink
+
+_JOIN_S: Final = 5.0
 
 
 def answer_worker(link: ServerLink, shard: ParameterShard, worker: int, message: Mapping[str, Any]) -> None:
@@ -64,11 +67,26 @@ def serve_shard(
             while True:
                 answer_worker(link, shard, worker, link.receive_message())
 
-    for worker in range(num_workers):
-        threading.Thread(target=serve, args=(worker,), daemon=True, name=f"worker-{worker}").start()
+    threads = [
+        threading.Thread(target=serve, args=(worker,), daemon=True, name=f"worker-{worker}")
+        for worker in range(num_workers)
+    ]
+    for thread in threads:
+        thread.start()
     while (message := control.receive_message())["op"] != "end":
         if message["op"] == "state":
             control.send_state(shard.state())
         else:
             change_shard(shard, message)
             control.send_message()
+    join_links(threads)
+
+
+def join_links(threads: Sequence[threading.Thread]) -> None:
+    """Wait for the threads of workers that have ended, for a few seconds at most.
+
+    A thread that is still inside gloo when the interpreter ends aborts the process.
+    """
+    deadline_s = time.monotonic() + _JOIN_S
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
