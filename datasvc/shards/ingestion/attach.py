@@ -166,23 +166,26 @@ def build_shard(objects: Objects, digest: Digest, recipes: Sequence[Recipe], fil
 
 
 def _choose_recipe(recipes: Sequence[Recipe]) -> ShardRecipe:
-    """Return a recipe whose file has its size, and if there is one, its stamp; raise the error of the first one."""
+    """Return a recipe whose file has its size, and if there is one, its stamp.
+
+    If there is none, raise the error of the first place that does not respond, else of the first one.
+    """
     of_size: ShardRecipe | None = None
-    first: DatasvcError | None = None
-    error: DatasvcError
+    errors: list[DatasvcError] = []
     for each in recipes:
-        location = "?"
         try:
             recipe = ShardRecipe.of_json(each)
             reader = FileReader(recipe.source.url)
             location = reader.location(recipe.path)
             size_bytes, stamp = stat_file(reader.file_system, recipe.path, location)
         except (ConfigError, CorruptDataError, UnavailableError) as failure:
-            error = failure  # another place may have the file
+            errors.append(failure)  # another place may have the file
         except NotFoundError:
-            error = NotFoundError(
-                f"{location} does not exist, and an attached shard is built from it: the repository has no copy of "
-                "its bytes. Put the file back, make it readable from this node, or attach it at its new place"
+            errors.append(
+                NotFoundError(
+                    f"{location} does not exist, and an attached shard is built from it: the repository has no copy "
+                    "of its bytes. Put the file back, make it readable from this node, or attach it at its new place"
+                )
             )
         else:
             if (size_bytes, stamp) == (recipe.file_bytes, recipe.stamp):
@@ -191,12 +194,10 @@ def _choose_recipe(recipes: Sequence[Recipe]) -> ShardRecipe:
             if size_bytes == recipe.file_bytes:
                 of_size = of_size or recipe
                 continue
-            error = _changed(location, f"it has {size_bytes} bytes, and had {recipe.file_bytes}")
-        first = first or error
+            errors.append(_changed(location, f"it has {size_bytes} bytes, and had {recipe.file_bytes}"))
     if of_size is not None:
         return of_size
-    assert first is not None
-    raise first
+    raise next((error for error in errors if isinstance(error, UnavailableError)), errors[0])
 
 
 def _changed(location: str, detail: str) -> SourceChangedError:
