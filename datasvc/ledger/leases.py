@@ -159,7 +159,7 @@ def plan_shares(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """
     assert total >= len(speeds)
     shares = [1] * len(speeds)
-    # Whoever would get less than one batch gets one, and the others divide the rest.
+    # A share below one batch becomes one batch, and the other shares divide the rest.
     dividing = list(range(len(speeds)))
     while slow := [number for number in dividing if speeds[number] * total < sum(speeds[each] for each in dividing)]:
         dividing = [number for number in dividing if number not in slow]

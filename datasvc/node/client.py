@@ -10,8 +10,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Final
 from datasvc import errors
 from datasvc.cache.peers.membership import parse_node
 from datasvc.cache.peers.peer_source import tls_context
+from datasvc.cache.peers.placement import choose_shards
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Repository
@@ -110,13 +111,10 @@ class NodeClient:
             ConfigError: the server is not a node.
             UnavailableError: the node does not respond, or is stopping.
         """
+        with self._response(urllib.request.Request(f"{self._url}/healthz")) as response:  # noqa: S310 - http(s)
+            date = response.headers["Date"]
         try:
-            with self._opener.open(f"{self._url}/healthz", timeout=_TIMEOUT_S) as response:
-                return parsedate_to_datetime(response.headers["Date"] or "").timestamp()
-        except urllib.error.HTTPError as error:
-            raise self._response_error(error) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise UnavailableError(f"{self._url} does not respond: {error}") from error
+            return parsedate_to_datetime(date or "").timestamp()
         except ValueError as error:
             raise ConfigError(f"{self._url} is not a node of datasvc: its response has no date") from error
 
@@ -125,14 +123,10 @@ class NodeClient:
         path = f"/objects/{digest}?{urllib.parse.urlencode({'origin': redact_url(origin)})}"
         request = urllib.request.Request(f"{self._url}{path}", headers=self._headers, method="HEAD")  # noqa: S310 - http(s)
         try:
-            with self._opener.open(request, timeout=_TIMEOUT_S):
+            with self._response(request):
                 return True
-        except urllib.error.HTTPError as error:
-            if error.code == http.client.NOT_FOUND:
-                return False
-            raise self._response_error(error) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise UnavailableError(f"{self._url} does not respond: {error}") from error
+        except NotFoundError:
+            return False
 
     def stage(
         self,
@@ -201,19 +195,27 @@ class NodeClient:
         content = None if body is None else json.dumps(body).encode()
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}{path}", content, headers, method=method)  # noqa: S310 - http(s)
+        # A request with a body starts a job: before the answer, the node reads a version from the repository.
+        with self._response(request, _TIMEOUT_S if body is None else _START_TIMEOUT_S) as response:
+            answer = response.read(_MAX_RESPONSE_BYTES)
         try:
-            # A request with a body starts a job: before the answer, the node reads a version from the repository.
-            with self._opener.open(request, timeout=_TIMEOUT_S if body is None else _START_TIMEOUT_S) as response:
-                document = json.loads(response.read(_MAX_RESPONSE_BYTES))
-        except urllib.error.HTTPError as error:
-            raise self._response_error(error) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise UnavailableError(f"{self._url} does not respond: {error}") from error
+            document = json.loads(answer)
         except ValueError as error:
             raise ConfigError(f"{self._url} is not a node of datasvc: its response is not JSON") from error
         if not isinstance(document, dict):
             raise ConfigError(f"{self._url} is not a node of datasvc: its response is not a JSON object")
         return document
+
+    @contextmanager
+    def _response(self, request: urllib.request.Request, timeout_s: float = _TIMEOUT_S) -> Iterator[Any]:
+        """Yield a response; raise the error of `_response_error` for its status, UnavailableError without one."""
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            raise self._response_error(error) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"{self._url} does not respond: {error}") from error
 
     def _response_error(self, error: urllib.error.HTTPError) -> DatasvcError:
         """Return the error for a response with an error status."""
@@ -243,20 +245,19 @@ def find_resident(repository: Repository, ref: str, nodes: Mapping[str, NodeClie
         NotFoundError, CorruptDataError, UnavailableError: see `open_dataset`.
     """
     dataset = open_dataset(repository, ref)
-    shards = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
-    asked = list(shards)[:: -(-len(shards) // _MAX_ASKED) or 1]
+    num_shards, asked = choose_shards(dataset, _MAX_ASKED)
     found: list[dict[str, Any]] = []
     for url, client in nodes.items():
         try:
             answers = map_in_threads(partial(client.has_object, origin=repository.url), asked, _REQUESTS_AT_ONCE)
-            resident = [shards[digest] for digest, is_there in zip(asked, answers, strict=True) if is_there]
+            resident = [size for size, is_there in zip(asked.values(), answers, strict=True) if is_there]
         except UnavailableError as error:
             found.append({"node": url, "shards": 0, "bytes": 0, "share": 0.0, "error": str(error)})
         else:
-            share = sum(resident) / max(sum(map(shards.__getitem__, asked)), 1)
+            share = sum(resident) / max(sum(asked.values()), 1)
             found.append({"node": url, "shards": len(resident), "bytes": sum(resident), "share": round(share, 4)})
     found.sort(key=lambda node: -node["bytes"])
-    return {"dataset": dataset.title, "num_shards": len(shards), "num_asked": len(asked), "nodes": found}
+    return {"dataset": dataset.title, "num_shards": num_shards, "num_asked": len(asked), "nodes": found}
 
 
 def _error_class(name: str) -> type[DatasvcError]:

@@ -20,11 +20,11 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.audio.clips import AudioAugment, Clips, Wave, mask_spectrogram, plan_clips
 from datasvc.loaders.audio.mel import MelConfig, mel_spectrogram
 from datasvc.loaders.audio.resample import reach, reduce_rates, resample
-from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.batches import SampleBatch, read_lists
 from datasvc.loaders.core.pinned import BufferRing
 from datasvc.loaders.core.sample_keys import BatchPlaces
 from datasvc.loaders.decode.backend import OnBad
+from datasvc.loaders.decode.media_loader import MediaBatch
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.printable import count_text
@@ -265,7 +265,7 @@ def decode_clip(
 
 
 @dataclass(frozen=True, repr=False)
-class AudioBatch(Batch[A]):
+class AudioBatch(MediaBatch[A]):
     """One rank's part of a global batch. It unpacks as `(features, labels)`. `A` is a torch tensor or a NumPy array.
 
     The loader does not reuse the memory while a reference to it exists.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,24 +14,16 @@ from datasvc.loaders.audio.audio_decoder import AudioBatch, AudioDecoder, ClipFo
 from datasvc.loaders.audio.clips import AudioAugment
 from datasvc.loaders.audio.mel import MelConfig
 from datasvc.loaders.core.arguments import check_sizes
-from datasvc.loaders.core.array_loader import ArrayLoader
 from datasvc.loaders.core.batches import BatchDecoder
-from datasvc.loaders.core.mixture import (
-    Mixture,
-    check_column,
-    check_samples,
-    divide_columns,
-    holds_labels,
-    weighted_splits,
-)
+from datasvc.loaders.core.mixture import Mixture, check_samples, divide_columns, holds_labels
 from datasvc.loaders.core.state import changed_fields
-from datasvc.loaders.decode.backend import OnBad
+from datasvc.loaders.decode.backend import OnBad, check_on_bad
 from datasvc.loaders.decode.choice.choice import count_rank_processors
-from datasvc.loaders.profiling.bottleneck import Resources
+from datasvc.loaders.decode.media_loader import MediaLoader, check_media_column
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
-from datasvc.shards.format.schema import AUDIO, FRAMES, LABEL, RATE, measured_among
+from datasvc.shards.format.schema import AUDIO, FRAMES, LABEL, RATE
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +31,7 @@ if TYPE_CHECKING:
 Features = Literal["wave", "mel"]
 
 
-class AudioLoader(ArrayLoader[AudioBatch[Any]]):
+class AudioLoader(MediaLoader[AudioBatch[Any]]):
     """Batches of clips of a split's sounds: `for features, labels in loader` runs to the end of the epoch.
 
     Order, state, ranks, cache and tail work as in `ImageLoader`. A clip is `seconds` of a file: at a random place in
@@ -103,8 +94,7 @@ class AudioLoader(ArrayLoader[AudioBatch[Any]]):
         augment = augment or AudioAugment()
         if features not in get_args(Features):
             raise ConfigError(f"features is {features!r}; expected one of {', '.join(get_args(Features))}")
-        if on_bad not in get_args(OnBad):
-            raise ConfigError(f"on_bad is {on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
+        check_on_bad(on_bad)
         if features == "wave" and (mel is not None or augment.has_masks):
             raise ConfigError("mel= and the masks of augment= are for features='mel', and features is 'wave'")
         self._form = ClipFormat(seconds, rate, channels, (mel or MelConfig()) if features == "mel" else None)
@@ -112,15 +102,15 @@ class AudioLoader(ArrayLoader[AudioBatch[Any]]):
             raise ConfigError(f"seconds is {seconds}; expected at most 600, and at least one sample")
         if self._form.mel is not None:
             self._form.mel.check_clip(rate, self._form.num_samples)
-        _check_sounds(split)
+        check_media_column(split, AUDIO, RATE, "sounds")
         with explain_missing("AudioLoader"):
             import soundfile  # noqa: F401 - threads import it
 
         self._number_columns, self._list_columns = divide_columns(split, columns)
         labels = [LABEL] if holds_labels(split, columns) else []
         self._augment, self._on_bad = augment, on_bad
-        self._num_threads = num_threads or count_rank_processors()
-        self.num_bad = 0
+        self._num_processors = count_rank_processors()
+        self._num_threads = num_threads or self._num_processors
         super().__init__(
             split,
             blob=AUDIO,
@@ -167,28 +157,3 @@ class AudioLoader(ArrayLoader[AudioBatch[Any]]):
             is_mixture=isinstance(self.split, Mixture),
             profiler=self.profiler,
         )
-
-    def _deliver(self, decoded: AudioBatch[Any]) -> AudioBatch[Any]:
-        self.num_bad += len(decoded.bad)
-        return super()._deliver(decoded)
-
-    def _bad_samples(self, finished: AudioBatch[Any]) -> Collection[int]:
-        return finished.bad
-
-    def _resources(self) -> Resources:
-        processors = count_rank_processors()
-        return dataclasses.replace(
-            super()._resources(), unit="clips", num_threads=self._num_threads, num_processors=processors
-        )
-
-
-def _check_sounds(samples: Split | Mixture) -> None:
-    """Raise ConfigError if a split has no sounds, or was ingested without measuring them."""
-    check_column(samples, AUDIO, "sounds")
-    for split in weighted_splits(samples):
-        schema = split.table.sample_schema
-        if RATE not in measured_among(schema, schema.names):
-            raise ConfigError(
-                f"column {AUDIO!r} of {split!r} has bytes that no ingest has checked as sounds; export the data set "
-                "and ingest it again"
-            )

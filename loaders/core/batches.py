@@ -215,7 +215,7 @@ class SampleBatches:
         self._masks = BatchMasks(masked)
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch | None]:
-        """Yield batches from `cursor` on, without end. An epoch must have a step, else this loops for ever.
+        """Yield batches from `cursor` on, without end. An epoch must have a step, otherwise this loops forever.
 
         A subclass yields None while it does not know the next batch.
         """

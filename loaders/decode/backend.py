@@ -25,6 +25,12 @@ Framework = Literal["torch", "numpy"]
 Read = Callable[[int, Bytes], Bytes]
 
 
+def check_on_bad(on_bad: str) -> None:
+    """Raise ConfigError if `on_bad` is no `OnBad`."""
+    if on_bad not in get_args(OnBad):
+        raise ConfigError(f"on_bad is {on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """How images are decoded.
@@ -57,8 +63,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.backend not in get_args(Decode):
             raise ConfigError(f"decode is {self.backend!r}; expected one of {', '.join(get_args(Decode))}")
-        if self.on_bad not in get_args(OnBad):
-            raise ConfigError(f"on_bad is {self.on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
+        check_on_bad(self.on_bad)
         for name, value, lowest in (("num_threads", self.num_threads, 1), ("prefetch", self.prefetch, 0)):
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} is {value}; expected at least {lowest}")

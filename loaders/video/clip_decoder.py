@@ -19,11 +19,11 @@ from datasvc.errors import BadSampleError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.edits import Edit
-from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.batches import SampleBatch, read_lists
 from datasvc.loaders.core.pinned import BufferRing
 from datasvc.loaders.core.sample_keys import BatchPlaces
 from datasvc.loaders.decode.backend import Framework, OnBad
+from datasvc.loaders.decode.media_loader import MediaBatch
 from datasvc.loaders.decode.pixels import PixelFormat, Pixels, PixelWriter, copy_pixels
 from datasvc.loaders.decode.worker import make_resizer, scale_box
 from datasvc.loaders.images.image_decoder import ImagePlan
@@ -283,7 +283,7 @@ class _FrameWriter:
 
 
 @dataclass(frozen=True)
-class VideoBatch(Batch[A]):
+class VideoBatch(MediaBatch[A]):
     """One rank's part of a global batch. It unpacks as `(clips, labels)`. `A` is a torch tensor or a NumPy array.
 
     Attributes:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
@@ -14,28 +14,20 @@ from datasvc.extras import explain_missing
 from datasvc.ledger.masked import Masked
 from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.core.arguments import check_sizes
-from datasvc.loaders.core.array_loader import ArrayLoader
 from datasvc.loaders.core.batches import BatchDecoder
-from datasvc.loaders.core.mixture import (
-    Mixture,
-    check_column,
-    check_samples,
-    divide_columns,
-    holds_labels,
-    weighted_splits,
-)
+from datasvc.loaders.core.mixture import Mixture, check_samples, divide_columns, holds_labels
 from datasvc.loaders.core.state import changed_fields
-from datasvc.loaders.decode.backend import OnBad
+from datasvc.loaders.decode.backend import OnBad, check_on_bad
 from datasvc.loaders.decode.choice.choice import count_rank_processors
+from datasvc.loaders.decode.media_loader import MediaLoader, check_media_column
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.images.image_decoder import ImagePlan
-from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.video.clip_decoder import ClipDecoder, ClipSettings, VideoBatch
 from datasvc.loaders.video.clips import ClipConfig, Short
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
-from datasvc.shards.format.schema import LABEL, VIDEO, VIDEO_FRAMES, VIDEO_HEIGHT, VIDEO_WIDTH, measured_among
+from datasvc.shards.format.schema import LABEL, VIDEO, VIDEO_FRAMES, VIDEO_HEIGHT, VIDEO_WIDTH
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +36,7 @@ if TYPE_CHECKING:
 _HAS_TORCH: Final = importlib.util.find_spec("torch") is not None
 
 
-class VideoLoader(ArrayLoader[VideoBatch[Any]]):
+class VideoLoader(MediaLoader[VideoBatch[Any]]):
     """Batches of clips of a split's videos: `for clips, labels in loader` runs to the end of the epoch.
 
     Order, state, ranks, cache and tail work as in `ImageLoader`. A sample is one clip of one video. In training, its
@@ -110,19 +102,20 @@ class VideoLoader(ArrayLoader[VideoBatch[Any]]):
         augment = augment or AugmentConfig()
         if pixels.output == "bfloat16":
             raise ConfigError("videos have no output 'bfloat16'; give 'uint8' or 'float16', and convert the clips")
-        if on_bad not in get_args(OnBad):
-            raise ConfigError(f"on_bad is {on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
+        check_on_bad(on_bad)
         if augment.transform is not None:
             raise ConfigError(
                 "the AugmentConfig has a transform, which would change each frame of a clip in another way: apply it "
                 "to the clips of a batch"
             )
-        _check_videos(split)
+        check_media_column(split, VIDEO, VIDEO_FRAMES, "videos")
         with explain_missing("VideoLoader"):
             import av  # noqa: F401 - threads import it
 
         numbers, lists = divide_columns(split, columns)
         labels = [LABEL] if holds_labels(split, columns) else []
+        self._num_processors = count_rank_processors()
+        self._num_threads = num_threads or self._num_processors
         super().__init__(
             split,
             blob=VIDEO,
@@ -145,14 +138,13 @@ class VideoLoader(ArrayLoader[VideoBatch[Any]]):
             pixels=pixels,
             resizer="torch" if _HAS_TORCH else "numpy",
             batch_size=batch_size,
-            num_threads=num_threads or count_rank_processors(),
+            num_threads=self._num_threads,
             prefetch=max(1, prefetch),
             on_bad=on_bad,
             numbers=numbers,
             lists=lists,
             is_mixture=isinstance(split, Mixture),
         )
-        self.num_bad = 0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -169,30 +161,3 @@ class VideoLoader(ArrayLoader[VideoBatch[Any]]):
 
     def _make_decoder(self) -> BatchDecoder[VideoBatch[Any]]:
         return ClipDecoder(self._decoding, describe=self._batches.describe, profiler=self.profiler)
-
-    def _deliver(self, decoded: VideoBatch[Any]) -> VideoBatch[Any]:
-        self.num_bad += len(decoded.bad)
-        return super()._deliver(decoded)
-
-    def _bad_samples(self, finished: VideoBatch[Any]) -> Collection[int]:
-        return finished.bad
-
-    def _resources(self) -> Resources:
-        return dataclasses.replace(
-            super()._resources(),
-            unit="clips",
-            num_threads=self._decoding.num_threads,
-            num_processors=count_rank_processors(),
-        )
-
-
-def _check_videos(samples: Split | Mixture) -> None:
-    """Raise ConfigError if a split has no videos, or was ingested without an index of their frames."""
-    check_column(samples, VIDEO, "videos")
-    for split in weighted_splits(samples):
-        schema = split.table.sample_schema
-        if VIDEO_FRAMES not in measured_among(schema, schema.names):
-            raise ConfigError(
-                f"column {VIDEO!r} of {split!r} has bytes that no ingest has checked as videos; export the data set "
-                "and ingest it again"
-            )

@@ -140,7 +140,7 @@ def test_the_view_of_a_lineage_is_in_the_address(large, page):  # noqa: F811
 
 
 def keep_copied(page):
-    """Let the page say for ever what was copied: on a busy machine, a test may look after it has taken it back."""
+    """Let the page keep its note of what was copied: on a busy machine, a test may look after the note has gone."""
     page.add_init_script(
         "const later = window.setTimeout; window.setTimeout = (call, ms) => (ms === 1200 ? 0 : later(call, ms));"
     )

@@ -104,8 +104,13 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
         watch.close()
     if not run.is_over:
         # The launcher kills the other ranks soon after the first has exited, and rank 0 may still write its logs.
-        with contextlib.suppress(hvd.HorovodInternalError):  # of a lost rank, for which nobody must wait now
+        with contextlib.suppress(hvd.HorovodInternalError):  # of a lost rank, for which no rank must wait now
             hvd.barrier()
+    return leave(run)
+
+
+def leave(run: Run) -> str:
+    """Shut the job down; return the last version, or raise SystemExit after a stop signal. See `train`."""
     hvd.shutdown()
     if not run.is_over:
         assert run.checkpoints.stop_signal is not None

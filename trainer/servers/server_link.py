@@ -43,7 +43,7 @@ class ServerLink:
         name: name of the link, the same at both ends.
         end: 0 at one end, 1 at the other.
         peer: name of the process at the other end, for errors.
-        timeout_s: how long to wait for the other end; None: for ever.
+        timeout_s: how long to wait for the other end; None: without a limit.
 
     Raises:
         HorovodInternalError: the other end did not come in time. All methods raise it too, if the other process is

@@ -19,7 +19,7 @@ import xxhash
 
 from datasvc.errors import ConfigError
 from datasvc.repository import Digest, Repository
-from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 
 _MAX_SHARDS: Final = 10_000
 
@@ -58,17 +58,22 @@ def count_shard_owners(
     if not nodes or not set(failed) <= set(nodes):
         raise ConfigError(f"expected one or more nodes, and those that failed among them; found {nodes}, {failed}")
     dataset = open_dataset(repository, ref)
-    shards = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
-    counted = dict(list(shards.items())[:: -(-len(shards) // _MAX_SHARDS) or 1])
+    num_shards, counted = choose_shards(dataset, _MAX_SHARDS)
     owned = _count(counted, nodes)
     served = _count(counted, [node for node in nodes if node not in set(failed)])
     none = {"shards": 0, "bytes": 0}
     return {
         "dataset": str(dataset.resolved),
-        "num_shards": len(shards),
+        "num_shards": num_shards,
         "num_counted": len(counted),
         "nodes": {node: {"owns": owned[node], "serves": served.get(node, none)} for node in nodes},
     }
+
+
+def choose_shards(dataset: DatasetVersion, most: int) -> tuple[int, dict[Digest, int]]:
+    """Return the number of shards of a version, and sizes in bytes by digest: of all, or of `most` evenly spaced."""
+    shards = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
+    return len(shards), dict(list(shards.items())[:: -(-len(shards) // most) or 1])
 
 
 def _count(shards: Mapping[Digest, int], nodes: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -86,18 +86,10 @@ def ingest(
     from datasvc.repository.logs.references import parse_line
     from datasvc.shards.ingestion.dry_run import dry_run_ingest
     from datasvc.shards.ingestion.ingest import ingest as run_ingest
-    from datasvc.shards.sources import SourceOptions
-    from datasvc.shards.sources.choose import open_source
 
     parse_line(name)
     options |= {"shard_bytes": parse_size(shard_size), "workers": workers}
-    options["source_options"] = source_options = SourceOptions(
-        label=label_column,
-        as_text=tuple(as_text or ()),
-        as_bytes=tuple(as_bytes or ()),
-        **{field.name: options.pop(field.name) for field in fields(SourceOptions) if field.name in options},
-    )
-    opened = open_source(source, source_options)
+    opened = _open(source, options, label=label_column, as_text=as_text, as_bytes=as_bytes)
     if dry_run:
         # Without --append, the repository need not exist yet.
         repository = Repository.open(repo) if options["append"] else None
@@ -140,20 +132,33 @@ def attach(
     """
     from datasvc.repository.logs.references import parse_line
     from datasvc.shards.ingestion.attach import attach as run_attach
-    from datasvc.shards.sources import SourceOptions
-    from datasvc.shards.sources.choose import open_source
 
     parse_line(name)
     options |= {"shard_bytes": parse_size(shard_size), "workers": workers}
-    options["source_options"] = source_options = SourceOptions(
-        label=label_column,
+    opened = _open(source, options, label=label_column, as_text=as_text, as_bytes=as_bytes)
+    names = None if classes is None else read_lines(classes, "class names")
+    _run(run_attach, repo, opened, name, as_json=as_json, classes=names, **options)
+
+
+def _open(
+    source: str,
+    options: dict[str, Any],
+    *,
+    label: str | None,
+    as_text: Sequence[str] | None,
+    as_bytes: Sequence[str] | None,
+) -> Source:
+    """Return the opened source; replace the options of the source in `options` by `source_options`."""
+    from datasvc.shards.sources import SourceOptions
+    from datasvc.shards.sources.choose import open_source
+
+    options["source_options"] = SourceOptions(
+        label=label,
         as_text=tuple(as_text or ()),
         as_bytes=tuple(as_bytes or ()),
         **{field.name: options.pop(field.name) for field in fields(SourceOptions) if field.name in options},
     )
-    opened = open_source(source, source_options)
-    names = None if classes is None else read_lines(classes, "class names")
-    _run(run_attach, repo, opened, name, as_json=as_json, classes=names, **options)
+    return open_source(source, options["source_options"])
 
 
 def _run(

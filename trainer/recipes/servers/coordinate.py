@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-import datasvc.trainer as hvd
 from datasvc.cache.peers.placement import rank_nodes
 from datasvc.errors import ConfigError
 from datasvc.models import Execution, SaveTo
@@ -30,7 +28,7 @@ from datasvc.trainer.recipes.servers.server_job import ServerJob, make_server_op
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.start import start
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_norms
-from datasvc.trainer.recipes.train import end, end_epoch, report_not_finite, report_step
+from datasvc.trainer.recipes.train import end, end_epoch, leave, report_not_finite, report_step
 from datasvc.trainer.servers.coordinator import Coordinator, Gate
 from datasvc.trainer.servers.parameter_shard import put_back, take_shard
 
@@ -53,12 +51,7 @@ def coordinate(config: TrainConfig, job: ServerJob, events: LoggedEvents) -> str
     except BaseException as error:
         run.recorder.close(error)
         raise
-    hvd.shutdown()
-    if not run.is_over:
-        assert run.checkpoints.stop_signal is not None
-        sys.exit(128 + run.checkpoints.stop_signal)
-    assert run.version is not None
-    return run.version
+    return leave(run)
 
 
 def _settings_of_run(config: TrainConfig, num_workers: int) -> TrainConfig:
