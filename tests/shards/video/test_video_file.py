@@ -1,5 +1,6 @@
 """Frames that are decoded from a key frame equal those of a decode from the start, and bad files are refused."""
 
+import os
 import resource
 
 import numpy as np
@@ -13,6 +14,12 @@ from tests.support.videos import VIDEOS, decode_all, make_video, packets_of, vid
 CODECS = {"h264": "h264", "hevc": "hevc", "vp9": "vp9", "vp8": "vp8", "av1": "av1", "mpeg4": "mpeg4"}
 VARIABLE = [name for name, kind in VIDEOS.items() if kind["container"] != "avi"]
 CASES = [(name, False) for name in VIDEOS] + [(name, True) for name in VARIABLE]
+
+
+def test_this_process_keeps_its_scheduler_while_a_video_is_encoded():
+    before = os.sched_getscheduler(0)
+    video("av1", frames=2)
+    assert os.sched_getscheduler(0) == before
 
 
 def decode(content, wanted, index=None, **options):
