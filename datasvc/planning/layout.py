@@ -40,6 +40,8 @@ class Layout:
         context: ranks that compute successive tokens of each block.
         replica: groups of ranks with steps of their own, which average their weights in rounds; each has all of the
             other axes.
+        is_elastic: whether the ranks of each copy of the model are consecutive, which the launcher of an elastic job
+            takes out together. Otherwise the stages of a pipeline are farther apart than copies of a stage.
 
     Raises:
         ConfigError: a size is below 1.
@@ -51,6 +53,7 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     replica: int = 1
+    is_elastic: bool = False
 
     def __post_init__(self) -> None:
         for axis in _SHOWN_ORDER:
@@ -71,6 +74,11 @@ class Layout:
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(self.size_of(axis) for axis in AXES)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """`AXES`, outermost first."""
+        return ("replica", "data", "pipeline", *AXES[3:]) if self.is_elastic else AXES
 
     @property
     def num_data_ranks(self) -> int:
@@ -122,7 +130,7 @@ class RankLayout:
 
     Attributes:
         rank: rank in the job.
-        coordinates: index of the rank along each of `AXES`.
+        coordinates: index of the rank along each axis.
         data_rank: index among the ranks that read different batches; equal on all that read the same.
         peers: ranks that differ from this one in one axis only, by axis, this rank included, in order.
     """
@@ -144,7 +152,7 @@ class LayoutPlan:
 
     Attributes:
         layout: the layout.
-        shape: size of each of `AXES`: the shape of the device mesh.
+        shape: size of each of `layout.axes`: the shape of the device mesh.
         ranks: what each rank holds, by rank.
     """
 
@@ -222,7 +230,7 @@ def fit_layout(text: str, world_size: int) -> Layout:
             f"layout is {text!r}, of which a replica has {replica_size} ranks, and there are {world_size}; start a "
             f"multiple of {replica_size}"
         )
-    return Layout(**{**sizes, _outermost(sizes): world_size // replica_size})
+    return replace(Layout(**{**sizes, _outermost(sizes): world_size // replica_size}), is_elastic=True)
 
 
 def _outermost(sizes: Mapping[str, int]) -> str:
@@ -231,15 +239,15 @@ def _outermost(sizes: Mapping[str, int]) -> str:
 
 def plan_layout(layout: Layout) -> LayoutPlan:
     """Return what each rank of a layout holds. Rank numbers are those of a mesh of shape `LayoutPlan.shape`."""
-    shape = tuple(layout.size_of(axis) for axis in AXES)
+    shape = tuple(layout.size_of(axis) for axis in layout.axes)
     places = list(itertools.product(*(range(size) for size in shape)))
     rank_of = {place: rank for rank, place in enumerate(places)}
     ranks = []
     for rank, place in enumerate(places):
-        coordinates = dict(zip(AXES, place, strict=True))
+        coordinates = dict(zip(layout.axes, place, strict=True))
         peers = {
             axis: tuple(rank_of[(*place[:i], index, *place[i + 1 :])] for index in range(shape[i]))
-            for i, axis in enumerate(AXES)
+            for i, axis in enumerate(layout.axes)
         }
         data_rank = coordinates["replica"] * layout.data + coordinates["data"]
         data_rank = data_rank * layout.shard + coordinates["shard"]

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -92,6 +93,14 @@ def test_a_replica_has_consecutive_ranks_and_data_ranks_of_its_own():
     assert [rank.data_rank for rank in plan.ranks] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert (layout.num_data_ranks, layout.replica_data_ranks, layout.num_copies) == (4, 2, 2)
     assert layout.without_replica() == Layout(data=2, pipeline=2, shard=2)
+
+
+def test_a_copy_of_the_model_has_consecutive_ranks_in_an_elastic_job():
+    plan = plan_layout(fit_layout("data=2,pipeline=2,shard=2", 12))
+    assert plan.shape == (1, 3, 2, 2, 1, 1)
+    assert [rank.coordinates["data"] for rank in plan.ranks] == [0] * 4 + [1] * 4 + [2] * 4
+    assert plan.ranks[5].peers["pipeline"] == (5, 7)
+    assert [rank.data_rank for rank in plan.ranks[4:8]] == [2, 3, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +221,7 @@ def test_a_layout_is_planned_without_torch():
 )
 def test_the_outermost_axis_of_an_elastic_layout_takes_what_the_ranks_make(text, size, fitted):
     assert replica_size_of(text) == size
-    assert fit_layout(text, 2 * size) == fitted
+    assert fit_layout(text, 2 * size) == replace(fitted, is_elastic=True)
     if size > 1:
         with pytest.raises(ConfigError, match=f"a replica has {size} ranks, and there are {size + 1}"):
             fit_layout(text, size + 1)

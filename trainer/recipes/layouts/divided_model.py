@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,6 @@ from datasvc.trainer.job.process_sets import ProcessSet, add_process_sets
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters, to_local
 from datasvc.trainer.recipes.layouts.tensor import ContextSplit, FusedHeadsParallel, divide_layers, find_tensor_plan
-
-# Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
-# so the parameters are sharded over both.
-_MESH_AXES: Final = ("replica", "pipeline", "data", "shard", "tensor")
 
 
 @dataclass(frozen=True)
@@ -222,8 +218,11 @@ def apply_layout(
     if averages_weights:
         divided.replica_set = add_process_sets(_ranks_of_replicas(plan))
         divided.place_set = add_process_sets({each.peers["replica"] for each in plan.ranks})
-    shape = (layout.replica, layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
+    # `shard` and `context` are one axis of the mesh: the ranks of both have parts of the gradient sum, so the
+    # parameters are divided over both.
+    names = tuple(axis for axis in layout.axes if axis != "context")
+    shape = tuple(layout.size_of(axis) * (layout.context if axis == "shard" else 1) for axis in names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     divided.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}
     if layout.context > 1:
         assert block is not None

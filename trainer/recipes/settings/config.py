@@ -149,12 +149,6 @@ class TrainConfig(
                 f"optimizer is {self.optimizer!r}{' with nesterov' if self.nesterov else ''}; give --optimizer sgd "
                 "without --nesterov, or --compression topk"
             )
-        if self.elastic and self.layout is not None and parse_sizes(self.layout).get("pipeline", 1) > 1:
-            # The axis `data` is inside of `pipeline`, so a replica is no range of ranks, which the launcher needs.
-            raise ConfigError(
-                f"layout is {self.layout!r}, whose axis pipeline does not go with an elastic run, because its "
-                "replicas are no consecutive ranks; use the axes shard, tensor and context, or leave out --elastic"
-            )
         if self.elastic and self.averages_weights and self.layout is not None:
             sizes = {axis: size for axis, size in parse_sizes(self.layout).items() if size > 1}
             if sizes.keys() == {"replica", "data"}:

@@ -141,7 +141,6 @@ def test_settings_out_of_range_are_refused_before_anything_runs(change):
         (("--init-from", "small@"), "init_from is 'small@': '' is not a valid name of a tag"),
         (("--cache", "/c", "--cache-budget", "junk"), "cache_budget is 'junk': .* write for example 50GB"),
         (("--cache-budget", "50GB"), "cache_budget is the budget .*--cache"),
-        (("--elastic", "--layout", "data=2,pipeline=2"), ".*axis pipeline does not go with an elastic run, .*"),
         (
             ("--elastic", "--layout", "replica=3,data=2", "--sync", "local:4"),
             ".*give it the axis shard in place of.*",
