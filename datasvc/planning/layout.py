@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from datasvc.errors import ConfigError
 
@@ -198,7 +198,7 @@ def parse_layout(text: str, world_size: int) -> Layout:
                 f"{_suggest_sizes(sizes, world_size)}"
             )
         sizes["data"] = world_size // others
-    layout = Layout(**sizes)
+    layout = _layout_of(sizes)
     _check_size(layout, world_size)
     return layout
 
@@ -230,7 +230,11 @@ def fit_layout(text: str, world_size: int) -> Layout:
             f"layout is {text!r}, of which a replica has {replica_size} ranks, and there are {world_size}; start a "
             f"multiple of {replica_size}"
         )
-    return replace(Layout(**{**sizes, _outermost(sizes): world_size // replica_size}), is_elastic=True)
+    return _layout_of({**sizes, _outermost(sizes): world_size // replica_size}, is_elastic=True)
+
+
+def _layout_of(sizes: Mapping[str, int], *, is_elastic: bool = False) -> Layout:
+    return Layout(**cast("Any", sizes), is_elastic=is_elastic)
 
 
 def _outermost(sizes: Mapping[str, int]) -> str:
