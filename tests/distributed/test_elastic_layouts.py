@@ -180,9 +180,9 @@ def test_a_part_that_no_rank_has_any_more_is_taken_from_the_newest_version(jobs,
 
 def test_a_pipeline_without_one_of_its_stages_is_taken_out(jobs, tmp_path):
     words = ("--epochs", "2", "--micro-batch", "2")
-    jobs.run("undisturbed", "data=3,pipeline=2", *words, ranks=6)
+    jobs.run("stages", "data=3,pipeline=2", *words, ranks=6)
     events = jobs.run(
-        "elastic",
+        "elastic-stages",
         "data=3,pipeline=2",
         *(*words, "--elastic", "--commit-every", "1", "--ledger", str(tmp_path / "ledger")),
         ranks=6,
@@ -191,6 +191,6 @@ def test_a_pipeline_without_one_of_its_stages_is_taken_out(jobs, tmp_path):
     )
     assert rounds(events) == [(6, 0), (4, 10)]
     check_audit(tmp_path / "ledger")
-    found, expected = jobs.weights("elastic"), jobs.weights("undisturbed")
+    found, expected = jobs.weights("elastic-stages"), jobs.weights("stages")
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0)

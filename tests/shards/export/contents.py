@@ -22,6 +22,13 @@ ODD_KEYS = (
     "new\nline", "c:\\x", "*?<>|", "x" * 300 + ".jpg", "/".join(["deep"] * 400),
 )  # fmt: skip
 PHOTOS = image_schema(labelled=True)
+BOXED = shard_schema(
+    [
+        *image_schema(labelled=False),
+        pa.field("boxes", pa.list_(pa.list_(pa.float64(), 4))),
+        pa.field("box_labels", pa.list_(pa.int32())),
+    ]
+)
 RICH = shard_schema(
     [
         KEY_FIELD,
@@ -88,12 +95,17 @@ def tokens(key, seed):
     }
 
 
-def write_photos(repository, keys=None, *, shards=2, name="photos"):
+def write_photos(repository, keys=None, *, shards=2, name="photos", boxed=False):
+    """`boxed`: the label is that of a box, instead of the photo."""
     keys = keys or [f"{CLASSES[number % 2]}/{number:03d}.jpg" for number in range(7)]
-    samples = photos(keys)
+    samples, held_out = photos(keys), photos(["v/1.jpg", "v/2.jpg"], 40)
+    if boxed:
+        for sample in (*samples, *held_out):
+            sample |= {"boxes": [[1.0, 2.0, 15.0, 12.5]], "box_labels": [sample.pop("label")]}
     size = -(-len(samples) // shards)
     train = [samples[start : start + size] for start in range(0, len(samples), size)]
-    write_version(repository, name, {"train": train, "val": [photos(["v/1.jpg", "v/2.jpg"], 40)]}, PHOTOS, CLASSES)
+    schema, classes = (BOXED, ()) if boxed else (PHOTOS, CLASSES)
+    write_version(repository, name, {"train": train, "val": [held_out]}, schema, classes)
     return open_dataset(repository, name)
 
 

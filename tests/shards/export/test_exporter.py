@@ -78,7 +78,7 @@ def test_a_column_that_old_shards_lack_is_null_in_them(repository, tmp_path):
     [name if name == "webdataset" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS],
 )
 def test_any_number_of_workers_writes_the_same_files(repository, tmp_path, export_format):
-    dataset = write_photos(repository, [f"{number}" for number in range(20)], shards=5)
+    dataset = write_photos(repository, [f"{number}" for number in range(20)], shards=5, boxed=export_format == "coco")
     progress = RecordedProgress()
     reports = [
         exported(dataset, tmp_path / f"{workers}", export_format, workers=workers, progress=progress)
@@ -140,7 +140,9 @@ def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
     [each if each == "webdataset" else pytest.param(each, marks=pytest.mark.slow) for each in FORMATS],
 )
 def test_a_killed_export_is_continued_to_the_same_files(repository, tmp_path, export_format):
-    dataset = write_photos(repository, [f"cat/{number}" for number in range(9)], shards=3)
+    dataset = write_photos(
+        repository, [f"cat/{number}" for number in range(9)], shards=3, boxed=export_format == "coco"
+    )
     runs = 0
     while True:
         done = run_killed(6 + 5 * runs, dataset, tmp_path / "out", export_format, script=tmp_path / "run.py")
