@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from datasvc.models.saving.manager import CheckpointManager
     from datasvc.models.saving.queue import SaveHandle
     from datasvc.models.saving.save import save
+    from datasvc.models.versions.architecture import Architecture, describe_architecture
     from datasvc.models.versions.code_revision import CodeRevision, describe_code, describe_environment
     from datasvc.models.versions.data_use import ConsumptionTracker, DataUse, ReadLoader, ReadSpan
     from datasvc.models.versions.metadata import Execution
     from datasvc.models.versions.signing import load_private_key, make_key
 
 __all__ = [
+    "Architecture",
     "Checkpoint",
     "CheckpointManager",
     "CodeRevision",
@@ -46,6 +48,7 @@ __all__ = [
     "SaveHandle",
     "SaveTo",
     "VersionUses",
+    "describe_architecture",
     "describe_code",
     "describe_environment",
     "describe_model",
@@ -83,6 +86,8 @@ _MODULES = {
     "CheckpointManager": "saving.manager",
     "save": "saving.save",
     "SaveHandle": "saving.queue",
+    "Architecture": "versions.architecture",
+    "describe_architecture": "versions.architecture",
     "CodeRevision": "versions.code_revision",
     "describe_code": "versions.code_revision",
     "ConsumptionTracker": "versions.data_use",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_GRAPH: Final = 50  # versions that a notebook shows
 _MAX_VALUES: Final = 500
+_MAX_COUNTS: Final = 4
 
 
 def describe(version: ModelVersion) -> list[Fact]:
@@ -56,6 +57,8 @@ def describe(version: ModelVersion) -> list[Fact]:
         fact("data", ", ".join(data) or "no consumed samples were recorded: the save had no data="),
         fact("sync", _sync_text(entry.get("execution") or {}), help="who waited for whom, if not in every step"),
         fact("tournament", _tournament_text(entry.get("tournament") or {}), help="rounds, and whose weights it has"),
+        fact("modules", _counts_text(entry.get("modules")), help="the most frequent classes of modules"),
+        fact("operators", _counts_text(entry.get("ops")), help="the most frequent operators of a forward pass"),
         *_masked_facts(entry),
         fact("NOT FINITE", value_text(bad or None), help="tensors with NaN or infinite elements"),
     ]  # fmt: skip
@@ -73,6 +76,15 @@ def _sync_text(execution: Mapping[str, Any]) -> str | None:
         return None
     named = {"steps of a round": execution.get("sync_steps"), "outer optimizer": execution.get("outer_optimizer")}
     return f"{sync} ({', '.join(f'{name}: {value}' for name, value in named.items() if value)})"
+
+
+def _counts_text(counts: Mapping[str, int] | None) -> str | None:
+    """Return the largest counts with their names, and how many names there are beside; None without counts."""
+    if not counts:
+        return None
+    ranked = sorted(counts.items(), key=lambda counted: (-counted[1], counted[0]))
+    more = f", and {len(ranked) - _MAX_COUNTS} more" if len(ranked) > _MAX_COUNTS else ""
+    return ", ".join(f"{count} {name}" for name, count in ranked[:_MAX_COUNTS]) + more
 
 
 def _tournament_text(tournament: Mapping[str, Any]) -> str | None:

@@ -164,7 +164,7 @@ def test_a_query_sees_all_fields_of_an_entry(repository):
         config={"lr": 1, "amp": True, "layers": [{"n": 1}, {"n": 2}]}, data=(),
         parent="x@1", merged=["y@2"], message="hi", num_nonfinite={"w": 2, "b": 1}, bytes=7, stored_bytes=5,
         environment={"python": "3.11"}, num_tensors=2, code={"revision": None, "dirty": False, "remote": "u"},
-        execution={"layout": {"data": 2}, "consistency": "synchronous"},
+        execution={"layout": {"data": 2}, "consistency": "synchronous"}, modules={"Linear": 3}, ops={"linear": 4},
     )  # fmt: skip
     repository.tag("models", "m@1", "prod")
     repository.tag("models", "m@1", "best")
@@ -174,6 +174,7 @@ def test_a_query_sees_all_fields_of_an_entry(repository):
         "model": "m", "version": 1, "tags": ["best", "prod"], "step": 5, "epoch": None, "message": "hi",
         "metrics": {"loss": 0.25}, "config": {"amp": True, "layers": {"n": [1.0, 2.0]}, "lr": 1.0},
         "environment": {"python": "3.11"}, "execution": {"consistency": "synchronous", "layout": {"data": 2.0}},
+        "modules": {"Linear": 3.0}, "ops": {"linear": 4.0},
         "code": {"dirty": False, "remote": "u", "revision": None},
         "data": [], "evaluation": [], "parents": ["x@1", "y@2"],
         "size_bytes": 7, "stored_bytes": 5, "num_tensors": 2, "num_nonfinite": 3,
@@ -186,8 +187,9 @@ def test_a_query_sees_all_fields_of_an_entry(repository):
 def test_the_guide_lists_every_column_with_its_type(repository):
     execution = {"layout": {"data": 2}}
     commit_entry(
-        repository, "m", metrics={"loss": 1.0}, config={"lr": 1}, environment={"python": "3"}, execution=execution
-    )
+        repository, "m", metrics={"loss": 1.0}, config={"lr": 1}, environment={"python": "3"}, execution=execution,
+        modules={"Linear": 1}, ops={"linear": 1},
+    )  # fmt: skip
     guide = find_page("registry.md").read_text()
     for column in rows_of(repository, "describe all_versions"):
         kind = column["column_type"].partition("(")[0]

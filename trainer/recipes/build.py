@@ -10,6 +10,7 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
+from datasvc.models import Architecture, describe_architecture
 from datasvc.models.provenance.forgetting import RepeatedSteps
 from datasvc.planning.layout import Layout, check_layout, plan_layout
 from datasvc.trainer.recipes import random_state
@@ -65,8 +66,10 @@ def build_learner(
         torch.cuda.set_device(place.device)
         torch.backends.cudnn.benchmark = config.cudnn_benchmark
     model = build_model(config, task)
+    # On every rank, because a model of the user may communicate in its forward pass; before a rank has only a part.
+    architecture = describe_architecture(model, task.make_example(block))
     if not layout.is_data_only and config.zero != 1:
-        return _build_divided_learner(config, task, batches, place, layout, model, block)
+        return _build_divided_learner(config, task, batches, place, layout, model, block, architecture)
     model = model.to(place.device)
     # Broadcast before `WeightAverage` copies the weights, so that the averages are equal on all ranks too.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -92,6 +95,7 @@ def build_learner(
         device=place.device,
         num_parameters=_count_parameters(model),
         model_sizes=sizes_of(model),
+        architecture=architecture,
     )
 
 
@@ -103,6 +107,7 @@ def _build_divided_learner(
     layout: Layout,
     model: torch.nn.Module,
     block: int | None,
+    architecture: Architecture,
 ) -> Learner:
     """Divide a model over the ranks, and build the optimizer of this rank's part. Every rank must call this."""
     check_layout(
@@ -148,6 +153,7 @@ def _build_divided_learner(
         divided=divided,
         num_parameters=num_parameters,
         model_sizes=model_sizes,
+        architecture=architecture,
     )
 
 

@@ -137,6 +137,7 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
             ),
             parent=None if run.has_saved else run.parent,
             run=run.ref,
+            architecture=run.architecture,
             to=to,
         )
     except BusyError:

@@ -15,6 +15,7 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
+from datasvc.models import Architecture
 from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel
 from datasvc.trainer.recipes.layouts.shard import to_local
@@ -41,6 +42,7 @@ class Learner:
         divided: this rank's part of the model; None: each rank has the whole model.
         num_parameters: parameters of the whole model; 0: not counted.
         model_sizes: sizes of the whole model by name, from its method `sizes`; empty without one.
+        architecture: modules and operators of the whole model; None: not counted.
         shares_loss: whether `update` returns the loss of all ranks, equal on all of them; the same on all ranks.
     """
 
@@ -56,6 +58,7 @@ class Learner:
     divided: DividedModel | None = field(default=None, kw_only=True)
     num_parameters: int = field(default=0, kw_only=True)
     model_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    architecture: Architecture | None = field(default=None, kw_only=True)
     shares_loss: bool = field(default=False, kw_only=True)
 
     @property

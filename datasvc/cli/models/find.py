@@ -40,7 +40,8 @@ def find(
     Example: datasvc models find "metrics.top1 > 0.75 and 'imagenet@3' in data" --by loss --repo ./repo
 
     The condition is SQL over the columns model, version, created, tags, step, epoch, message, metrics, config,
-    environment, execution, code, data, evaluation, parents, size_bytes, stored_bytes, num_tensors and num_nonfinite.
+    environment, execution, code, modules, ops, data, evaluation, parents, size_bytes, stored_bytes, num_tensors and
+    num_nonfinite. modules and ops count classes of modules and operators: "ops.conv2d > 50".
     """
     from datasvc.models.registry.registry import describe_versions
     from datasvc.models.search import find_versions

@@ -32,6 +32,7 @@ from datasvc.models.tensors.chunks import Shape, plan_part_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import CODECS, Codec, StoredState, TensorBlock, store_chunks, whole_blocks
+from datasvc.models.versions.architecture import Architecture
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.data_use import DataUse
@@ -74,6 +75,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         code: code of the run.
         environment: environment of the run.
         execution: how the ranks of the run computed its steps.
+        architecture: counts of modules and operators, from `describe_architecture`.
 
     Attributes:
         save_id: id of the current save on this rank.
@@ -99,6 +101,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         code: CodeRevision | None = None,
         environment: Mapping[str, Any] | None = None,
         execution: Execution | None = None,
+        architecture: Architecture | None = None,
     ) -> None:
         if codec not in CODECS:
             raise ConfigError(f"{codec!r} is not a valid codec; expected one of {', '.join(CODECS)}")
@@ -115,6 +118,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
             code=code,
             environment=environment,
             execution=execution,
+            architecture=architecture,
         )
         self.save_id = str(uuid.uuid4())
         self.committed: Resolved | None = None

@@ -36,6 +36,7 @@ from datasvc.models.saving.save_policy import SaveCost, SaveScheduler, parse_dur
 from datasvc.models.saving.shared_store import check_same_store
 from datasvc.models.saving.writer import NUM_BUFFERS, RepositorySaves, VersionWriter
 from datasvc.models.tensors.write import CODECS, Codec
+from datasvc.models.versions.architecture import Architecture
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.commit import exact_version
 from datasvc.models.versions.data_use import DataUse, RecordedData
@@ -233,6 +234,7 @@ class CheckpointManager:
         message: str = "",
         execution: Execution | None = None,
         run: str | None = None,
+        architecture: Architecture | None = None,
         to: SaveTo | str = SaveTo.REPOSITORY,
         wait: bool = False,
     ) -> SaveHandle:
@@ -252,6 +254,7 @@ class CheckpointManager:
             message: free text for readers of the log.
             execution: how the ranks of the run compute its steps.
             run: run whose log describes the training, `RunLog.ref`.
+            architecture: counts of modules and operators, from `describe_architecture`.
             to: the result of `should_save`, or "repository" or "nodes". With `local`, a save to the repository is
                 written to the nodes too.
             wait: whether to return only after the commit.
@@ -274,7 +277,7 @@ class CheckpointManager:
         began_s = time.perf_counter()
         described = {
             "data": data, "config": config, "metrics": metrics, "parent": parent, "message": message,
-            "execution": execution, "run": run,
+            "execution": execution, "run": run, "architecture": architecture,
         }  # fmt: skip
         metadata, flat_state = self._agree_on_save(state, rank_state, step, to, described)
         if to == SaveTo.REPOSITORY:

@@ -8,6 +8,7 @@ from typing import Any
 
 from datasvc.models.tensors.state_tree import encode_state, flatten
 from datasvc.models.tensors.write import Codec, store_tensors
+from datasvc.models.versions.architecture import Architecture
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import base_records, commit, exact_version
 from datasvc.models.versions.data_use import DataUse
@@ -33,6 +34,7 @@ def save(
     environment: Mapping[str, Any] | None = None,
     execution: Execution | None = None,
     run: str | None = None,
+    architecture: Architecture | None = None,
     codec: Codec = "delta",
     progress: Progress = NO_PROGRESS,
 ) -> Resolved:
@@ -54,6 +56,7 @@ def save(
         environment: environment of the run; default: that of this process.
         execution: how the ranks of the run computed its steps; None: not recorded.
         run: run whose log describes the training, `RunLog.ref`; None: none.
+        architecture: counts of modules and operators, from `describe_architecture`; None: not recorded.
         codec: "none", "planes" or "delta": encoding of chunks that are not stored yet, see `store_tensors`.
         progress: counts the bytes of each chunk that was stored.
 
@@ -70,7 +73,18 @@ def save(
     parent = None if parent is None else exact_version(repository, parent)
     merged = [exact_version(repository, ref) for ref in merged]
     metadata = VersionMetadata(
-        step, data, config, metrics, parent, merged, message, code, environment, execution, run
+        step,
+        data,
+        config,
+        metrics,
+        parent,
+        merged,
+        message,
+        code,
+        environment,
+        execution,
+        run,
+        architecture,
     )
     skeleton, tensors = flatten(state)
     # Encode the state for the errors only: a state that is too large must fail before tensors are stored.

@@ -32,7 +32,7 @@ from datasvc.threads import map_in_threads
 
 _Result = TypeVar("_Result")
 
-INDEX_FORMAT: Final = 5
+INDEX_FORMAT: Final = 6
 # A model name cannot begin with a dot, so no log has this path.
 INDEX_PATH: Final = "models/.index"
 # An index of millions of versions is far smaller. So a larger file is damaged, and the index is rebuilt.

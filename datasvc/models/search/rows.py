@@ -1,8 +1,8 @@
 """Rows of the version index: one for each model version, with the fields of its entry that SQL can use.
 
-Metrics, settings, environment, execution and code (`TREES`) have fields that differ from model to model. In a row
-they form one list of values, because a table with a column for each field would be nearly empty. `query` makes the
-columns.
+Metrics, settings, environment, execution, code, modules and operators (`TREES`) have fields that differ from model to
+model. In a row they form one list of values, because a table with a column for each field would be nearly empty.
+`query` makes the columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasvc.repository import Entry
 _TEXTS: Final = ("created", "message")
 _COUNTS: Final = ("step", "epoch", "size_bytes", "stored_bytes", "num_tensors", "num_nonfinite")
 _LISTS: Final = ("data", "evaluation", "parents")
-TREES: Final = ("metrics", "config", "environment", "execution", "code")
+TREES: Final = ("metrics", "config", "environment", "execution", "code", "modules", "ops")
 VALUES: Final = "values"
 KINDS: Final = ("number", "boolean", "text")
 SCHEMA: Final = pa.schema(

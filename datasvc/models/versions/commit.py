@@ -96,6 +96,7 @@ def prepare_entry(
             if metadata.execution and metadata.execution.tournament
             else {}
         ),
+        **({} if metadata.architecture is None else metadata.architecture.to_dict()),
         **({} if metadata.run is None else {"run": metadata.run}),
         **(extra or {}),
     }

@@ -23,6 +23,7 @@ import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.state_tree import flatten
+from datasvc.models.versions.architecture import Architecture
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.data_use import DataUse
 
@@ -64,6 +65,7 @@ class VersionMetadata:
     environment: Mapping[str, Any] | None = None
     execution: Execution | None = None
     run: str | None = None
+    architecture: Architecture | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.message, str):
@@ -72,6 +74,10 @@ class VersionMetadata:
             raise ConfigError(f"run is a {type(self.run).__name__}; expected the reference of a run, such as log.ref")
         if self.execution is not None and not isinstance(self.execution, Execution):
             raise ConfigError(f"execution is a {type(self.execution).__name__}; expected an Execution")
+        if self.architecture is not None and not isinstance(self.architecture, Architecture):
+            raise ConfigError(
+                f"architecture is a {type(self.architecture).__name__}; expected the result of describe_architecture"
+            )
         checked = {
             "step": check_step(self.step),
             "data": _check_data(self.data),

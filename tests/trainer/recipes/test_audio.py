@@ -76,6 +76,7 @@ def test_a_sound_that_does_not_decode_has_no_target_if_the_run_masks_it(reposito
     with task.open_loader(split, training=False, batch_size=2, cache=None, place=place) as loader:
         examples = task.unpack(next(iter(loader)), torch.device("cpu"))
     assert (examples.targets.tolist(), task.count_targets(examples)) == ([0, -100], 1)
+    assert task.make_example(None).shape == (1, *examples.inputs.shape[1:])
 
 
 @pytest.mark.slow

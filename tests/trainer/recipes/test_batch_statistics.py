@@ -120,6 +120,11 @@ def test_statistics_computed_anew_change_neither_the_training_nor_what_a_resumed
     run(repository, "resumed", max_steps=14, checkpoint_every=3)
     run(repository, "resumed")
     entries = [describe_model(repository, name).entry for name in ("whole", "resumed")]
+    # The layers are counted once, and each version has them.
+    names = ("adaptive_avg_pool2d", "batch_norm", "conv2d", "dropout", "flatten", "linear", "relu")
+    counts = dict.fromkeys(names, 1)
+    assert [entry["ops"] for entry in entries] == [counts, counts]
+    assert entries[1]["modules"]["BatchNorm2d"] == 1
     assert entries[0]["content"] == entries[1]["content"]
     assert entries[0]["metrics"] == entries[1]["metrics"]
 

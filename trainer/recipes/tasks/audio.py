@@ -66,6 +66,11 @@ class AudioClassification(Classification):
         """Return the model, with one logit per class."""
         return build_model(name, self._num_classes, **options)
 
+    def make_example(self, _block: int | None, /) -> Tensor:
+        """Return the input of one clip, `float32[1, 1, mels, frames]` on the meta device."""
+        frames = 1 + round(self._config.clip_seconds * _HOPS_PER_S)
+        return torch.zeros(1, 1, self._config.mels, frames, device="meta")
+
     def unpack(self, batch: AudioBatch[Tensor], device: torch.device) -> Examples:  # type: ignore[override]
         """Return mel spectrograms `float32[n, 1, mels, frames]` and labels `int64[n]`."""
         assert batch.labels is not None

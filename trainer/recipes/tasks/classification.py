@@ -95,6 +95,10 @@ class Classification:
         model = build_model(name, self._num_classes, **options)
         return model.to(memory_format=torch.channels_last) if self._config.channels_last else model  # type: ignore[call-overload]
 
+    def make_example(self, _block: int | None, /) -> Tensor:
+        """Return the input of one image, `float32[1, 3, size, size]` on the meta device."""
+        return torch.zeros(1, 3, self._config.size, self._config.size, device="meta")
+
     def unpack(self, batch: ImageBatch[Tensor], device: torch.device) -> Examples:
         """Return images `float32[n, 3, size, size]` and labels `int64[n]`."""
         assert batch.labels is not None

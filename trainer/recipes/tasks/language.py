@@ -89,6 +89,10 @@ class LanguageModelling:
         """Return the model, with one logit per token of the vocabulary."""
         return build_model(name, self._vocabulary, **options)
 
+    def make_example(self, block: int | None, /) -> Tensor:
+        """Return the tokens of one sample, `int64[1, block]` on the meta device."""
+        return torch.zeros(1, block or 1, dtype=torch.int64, device="meta")
+
     def unpack(self, batch: TokenBatch[Tensor], device: torch.device) -> Examples:
         """Return blocks and next tokens, `int64[n, block]` each.
 

@@ -99,6 +99,9 @@ class Task(Protocol):
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
         """Return the model, freshly initialised, on the CPU."""
 
+    def make_example(self, block: int | None, /) -> Tensor:
+        """Return the input of one sample, zeros on the meta device; `block` is the number of its tokens, if any."""
+
     def unpack(self, batch: Any, device: torch.device) -> Examples:
         """Return the samples of a loader's batch, on the device."""
 
