@@ -18,7 +18,8 @@ from tests.support import warm_python
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
-# One rank kills itself, before it does something for the n-th time; or rank 0 has its launcher told to end.
+# One rank kills or stops itself, before it does something for the n-th time; or rank 0 has its launcher told to end.
+# WAKE: rank 0 continues the stopped rank when it reports that it is lost.
 PROGRAM = """
 import os, signal
 from datasvc.trainer.recipes.reporting.events import JsonEvents
@@ -29,7 +30,9 @@ from datasvc.trainer.servers.worker_client import WorkerClient
 rank, action, number = os.environ["ACT"].split(":")
 owner, name, pid, sent = {
     "push": (WorkerClient, "push", os.getpid(), signal.SIGKILL),
+    "stop-push": (WorkerClient, "push", os.getpid(), signal.SIGSTOP),
     "apply": (ParameterShard, "apply", os.getpid(), signal.SIGKILL),
+    "stop-apply": (ParameterShard, "apply", os.getpid(), signal.SIGSTOP),
     "report": (JsonEvents, "report", os.getppid(), signal.SIGTERM),
 }[action]
 real, left = getattr(owner, name), int(number)
@@ -52,10 +55,19 @@ def next_grant(self):
     grant = real_grant(self)
     if not store.check([own]):
         store.set(own, "")
+        if acts:
+            store.set("pid", str(os.getpid()))
         store.wait([f"granted/{worker}" for worker in range(2, 5)])
     return grant
-own = "granted/" + os.environ["RANK"]
-if action == "push":
+own, acts = "granted/" + os.environ["RANK"], os.environ["RANK"] == rank
+if action == "stop-push" and os.environ["RANK"] == "0":
+    report = JsonEvents.report
+    def report_and_wake(self, event, **facts):
+        report(self, event, **facts)
+        if event == "lost" and "WAKE" in os.environ:
+            os.kill(int(store.get("pid")), signal.SIGCONT)
+    JsonEvents.report = report_and_wake
+if action in ("push", "stop-push"):
     job.open_store, WorkerClient.next_grant = open_store, next_grant
 
 from datasvc.trainer.__main__ import main
@@ -103,6 +115,34 @@ def test_the_job_goes_on_without_a_lost_worker_and_each_sample_counts_once(repos
     assert execution["layout"] == {"data": 3, "server": 2}
     assert entry["metrics"]["val_accuracy"] > 0.5
     assert datasvc.open(repository.url).models.find("execution.topology = 'centralised'")
+
+
+@pytest.mark.parametrize("wakes", [False, True])
+def test_a_stopped_worker_is_dropped_and_when_it_continues_it_ends_with_an_error(
+    repository, tmp_path, monkeypatch, wakes
+):
+    if wakes:
+        monkeypatch.setenv("WAKE", "1")
+    options = ("--ledger", tmp_path, "--lost-after", 3)
+    status, events, error = run(repository, "late" if wakes else "silent", "ssp:3", *options, act="3:stop-push:1")
+    assert status == 0, error
+    assert [event["worker"] for event in events if event["event"] == "lost"] == [1]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 29))
+    found = audit_folders([tmp_path])
+    assert found.is_proven
+    assert [epoch.returned for epoch in found.epochs] == [32, 0]
+    if wakes:
+        assert "this worker, rank 3, was dropped: it gave no sign of life for 3 s, and the job goes on" in error
+    else:
+        assert "the job is over: terminating rank 3, which gave no sign of life" in error
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_stopped_server_ends_the_job_with_an_error_that_names_it(repository, server):
+    act = f"{server}:stop-apply:8"
+    status, _, error = run(repository, f"silent-{server}", "ssp:3", "--lost-after", 3, act=act)
+    assert status == 1
+    assert f"server {server} (rank {server}) is lost, without a sign of life for 3 s" in error
 
 
 def test_the_loss_of_a_server_names_it_and_the_run_continues_its_newest_version(repository, tmp_path):

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.distributed import HashStore
 
+from datasvc.planning.layout import LOST_AFTER_S
 from datasvc.trainer.servers.coordinator import Coordinator, Gate
 from datasvc.trainer.servers.leases import parse_staleness
 from datasvc.trainer.servers.worker_client import WorkerClient
@@ -59,6 +60,7 @@ def train(way: str, num_steps: int, part_s: float, num_elements: int) -> float:
             num_workers=len(FACTORS),
             staleness=parse_staleness(way),
             welcome={},
+            lost_after_s=LOST_AFTER_S,
         )
         for _ in coordinator.run_steps(Gate(0, 0, 2, 1, lambda _: 0.1)):
             pass  # connect
@@ -74,7 +76,7 @@ def train(way: str, num_steps: int, part_s: float, num_elements: int) -> float:
 
 def work(store: HashStore, worker: int, part_s: float, num_elements: int) -> None:
     """Pull, sleep and push until the end."""
-    client = WorkerClient(store, worker=worker, num_servers=1, timeout_s=60)
+    client = WorkerClient(store, worker=worker, num_servers=1, timeout_s=60, lost_after_s=LOST_AFTER_S)
     weights, gradients = torch.zeros(num_elements), torch.ones(num_elements)
     while (grant := client.next_grant()) is not None:
         client.pull([[weights]])

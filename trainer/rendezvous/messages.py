@@ -52,6 +52,11 @@ def arrival_key(rank: int) -> str:
     return f"trainer/arrived/{rank}"
 
 
+def dropped_key(rank: int) -> str:
+    """Return the key that exists when a job with parameter servers goes on without a worker that was silent."""
+    return f"trainer/dropped/{rank}"
+
+
 def broken_key(round_number: int) -> str:
     """Return the key that exists as soon as a member of the round is lost; its value is the reason, for messages."""
     return f"elastic/broken/{round_number}"

@@ -13,15 +13,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from torch.distributed.distributed_c10d import Store
 
 from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.rendezvous.signs_of_life import SignsOfLife
 from datasvc.trainer.servers.leases import LeaseTable, Staleness
 from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
 from datasvc.trainer.servers.server_link import ServerLink
-from datasvc.trainer.servers.shard_server import answer_worker, change_shard, join_links
+from datasvc.trainer.servers.shard_server import answer_worker, change_shard, end_links
 
 _LATE_WORKERS_S: Final = 60.0
 
@@ -62,6 +63,7 @@ class Coordinator:
         num_workers: number of workers, which is the number of parts of a step.
         staleness: when a worker waits for slower ones.
         welcome: what a worker gets when it connects: tensors, numbers and texts in dicts and lists.
+        lost_after_s: seconds without a sign of life after which a worker is dropped, or another server is lost.
         on_lost: called with the number of a worker that is lost, from a thread.
         timeout_s: how long to wait for the other servers to connect.
 
@@ -78,6 +80,7 @@ class Coordinator:
         num_workers: int,
         staleness: Staleness,
         welcome: Mapping[str, Any],
+        lost_after_s: float,
         on_lost: Callable[[int], None] = lambda _: None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -94,6 +97,8 @@ class Coordinator:
         self._failure: Exception | None = None  # that `run_steps` raises
         self._end: Mapping[str, Any] | None = None  # the last message to each worker
         self._others: list[ServerLink] = []
+        self._links: dict[int, ServerLink] = {}  # of workers
+        self._lost_after_s = lost_after_s
         for server, state in enumerate(shards[1:], start=1):
             peer = f"server {server} (rank {server})"
             self._others.append(ServerLink(store, f"control/{server}", end=1, peer=peer, timeout_s=timeout_s))
@@ -104,6 +109,14 @@ class Coordinator:
         ]
         for thread in self._threads:
             thread.start()
+        others = range(1, len(shards) + num_workers)
+        self._life = SignsOfLife(store, 0, others, self._end_silent, lost_after_s=lost_after_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._life.__exit__()
 
     def run_steps(self, gate: Gate) -> Iterator[float]:
         """Grant the leases of some steps; yield the mean loss of each step, in order, when all its parts are applied.
@@ -155,12 +168,15 @@ class Coordinator:
             self._changed.wait_for(lambda: not self._living, timeout=_LATE_WORKERS_S)
             for link in self._others:
                 link.send_message(op="end")
-        join_links(self._threads)
+        end_links(self._links.values(), self._threads)
 
     def _serve(self, worker: int) -> None:
         """Answer a worker until it is lost or the job ends."""
         try:
             link = ServerLink(self._store, f"0/{worker}", end=0, peer=f"worker {worker}")
+            with self._changed:
+                self._require_living(worker)
+                self._links[worker] = link
             link.send_state(dict(self._welcome))
             while True:
                 message = link.receive_message()
@@ -188,8 +204,10 @@ class Coordinator:
         """Return the next lease of a worker, when it may begin; None: the job ends."""
         with self._changed:
             lease = None
+            self._require_living(worker)
             while self._end is None and (lease := self.leases.grant(worker)) is None:
                 self._changed.wait()
+                self._require_living(worker)
             if lease is None:
                 return None
             assert self._gate is not None
@@ -202,6 +220,7 @@ class Coordinator:
     def _commit(self, worker: int, lease: int, loss: float, num_targets: int) -> None:
         """Apply the update that a lease completes, on all servers, and commit the lease."""
         with self._changed:
+            self._require_living(worker)
             assert self._gate is not None
             step = lease // self._num_workers
             sums = self._sums[step]
@@ -232,18 +251,40 @@ class Coordinator:
 
     def _lose(self, worker: int, error: HorovodInternalError) -> None:
         with self._changed:
+            if worker not in self._living:
+                return
             self._living.discard(worker)
+            if link := self._links.pop(worker, None):
+                link.abort(str(error))
             is_over = self._end is not None or self._failure is not None
             if not is_over:
                 number = self.leases.lose(worker)
                 if not self._living:
                     self._failure = HorovodInternalError(f"all workers are lost; the last one: {error}")
-                elif number is not None:
+                else:
                     with contextlib.suppress(HorovodInternalError):  # `_decide` has kept it for `run_steps`
-                        self._decide(op="discard", worker=worker, lease=number)
+                        self._decide(op="lose", worker=worker, lease=number)
             self._changed.notify_all()
         if not is_over:
             self._on_lost(worker)
+
+    def _end_silent(self, rank: int) -> None:
+        """Drop a worker that gives no sign of life, or end the run if it is a server."""
+        worker, silence = rank - 1 - len(self._others), f"without a sign of life for {self._lost_after_s:g} s"
+        if worker >= 0:
+            self._life.drop(rank)  # before its links break, so that it finds why
+            self._lose(worker, HorovodInternalError(f"worker {worker} is lost, {silence}"))
+            return
+        error = HorovodInternalError(f"server {rank} (rank {rank}) is lost, {silence}")
+        self._others[rank - 1].abort(str(error))  # without the lock: a thread that waits for this server has it
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _require_living(self, worker: int) -> None:
+        """Raise HorovodInternalError if a worker was dropped while its thread waited for the lock or for a lease."""
+        if worker not in self._living:
+            raise HorovodInternalError(f"worker {worker} was dropped")
 
     def _position_of(self, step: int) -> int:
         assert self._gate is not None

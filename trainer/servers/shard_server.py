@@ -1,7 +1,7 @@
 """What every server does for its workers, and the servers that only do this. Server 0 is the `Coordinator`.
 
 A worker sends `pull` and gets the weights; it sends `push`, the number of its lease and the gradients, and gets an
-answer when they are staged. Server 0 sends `apply`, `discard` and `state` to the others.
+answer when they are staged. Server 0 sends `apply`, `lose` and `state` to the others.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.rendezvous.signs_of_life import SignsOfLife
 from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
 from datasvc.trainer.servers.server_link import ServerLink
 
@@ -33,17 +34,24 @@ def answer_worker(link: ServerLink, shard: ParameterShard, worker: int, message:
 
 
 def change_shard(shard: ParameterShard, message: Mapping[str, Any]) -> None:
-    """Do what server 0 has decided for all servers: `apply` an update, or `discard` the push of a lost worker."""
+    """Do what server 0 has decided for all servers: `apply` an update, or `lose` a worker with what it pushed."""
     if message["op"] == "apply":
         pushes = [(worker, lease) for worker, lease in message["pushes"]]
         shard.apply(pushes, num_targets=message["num_targets"], rate=message["rate"])
     else:
-        assert message["op"] == "discard"
-        shard.discard((message["worker"], message["lease"]))
+        assert message["op"] == "lose"
+        if message["lease"] is not None:
+            shard.discard((message["worker"], message["lease"]))
 
 
 def serve_shard(
-    store: Store, *, server: int, num_workers: int, make_optimizer: MakeOptimizer, timeout_s: float
+    store: Store,
+    *,
+    server: int,
+    num_workers: int,
+    make_optimizer: MakeOptimizer,
+    timeout_s: float,
+    lost_after_s: float,
 ) -> None:
     """Serve a part of the weights until server 0 ends the job.
 
@@ -53,17 +61,19 @@ def serve_shard(
         num_workers: number of workers.
         make_optimizer: makes the optimizer of this server's weights.
         timeout_s: how long to wait for server 0 to connect.
+        lost_after_s: seconds without a sign of life after which server 0 is lost.
 
     Raises:
         HorovodInternalError: server 0 is lost, or did not connect in time.
     """
     control = ServerLink(store, f"control/{server}", end=0, peer="server 0 (rank 0)", timeout_s=timeout_s)
     shard = ParameterShard(control.receive_state(), make_optimizer)
+    links: dict[int, ServerLink] = {}
 
     def serve(worker: int) -> None:
         # If the worker is lost, this thread ends, and those of the others go on.
         with contextlib.suppress(HorovodInternalError):
-            link = ServerLink(store, f"{server}/{worker}", end=0, peer=f"worker {worker}")
+            link = links[worker] = ServerLink(store, f"{server}/{worker}", end=0, peer=f"worker {worker}")
             while True:
                 answer_worker(link, shard, worker, link.receive_message())
 
@@ -73,20 +83,29 @@ def serve_shard(
     ]
     for thread in threads:
         thread.start()
-    while (message := control.receive_message())["op"] != "end":
-        if message["op"] == "state":
-            control.send_state(shard.state())
-        else:
+
+    def leave(_: int) -> None:
+        control.abort(f"server 0 (rank 0) is lost, without a sign of life for {lost_after_s:g} s")
+
+    with SignsOfLife(store, server, [0], leave, lost_after_s=lost_after_s):
+        while (message := control.receive_message())["op"] != "end":
+            if message["op"] == "state":
+                control.send_state(shard.state())
+                continue
             change_shard(shard, message)
+            if message["op"] == "lose" and (link := links.pop(message["worker"], None)):
+                link.abort("this worker was dropped")
             control.send_message()
-    join_links(threads)
+    end_links(links.values(), threads)
 
 
-def join_links(threads: Sequence[threading.Thread]) -> None:
-    """Wait for the threads of workers that have ended, for a few seconds at most.
+def end_links(links: Iterable[ServerLink], threads: Sequence[threading.Thread]) -> None:
+    """Close the links to workers, and wait for their threads, for a few seconds at most.
 
-    A thread that is still inside gloo when the interpreter ends aborts the process.
+    A thread that continues while the interpreter ends can abort the process.
     """
+    for link in list(links):
+        link.abort("the job is over")
     deadline_s = time.monotonic() + _JOIN_S
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from datasvc.trainer.rendezvous.signs_of_life import SignsOfLife
 from datasvc.trainer.servers.server_link import ServerLink
 
 
@@ -39,6 +40,7 @@ class WorkerClient:
         worker: number of this worker.
         num_servers: number of servers.
         timeout_s: how long to wait for the servers.
+        lost_after_s: seconds without a sign of life after which server 0 is lost.
 
     Attributes:
         welcome: what server 0 has sent, see `Coordinator`.
@@ -46,19 +48,38 @@ class WorkerClient:
 
     Raises:
         HorovodInternalError: a server did not connect in time. All methods raise it, with the number of the server,
-            if one is lost.
+            if one is lost, and with the rank of this worker if the job goes on without it.
     """
 
-    def __init__(self, store: Store, *, worker: int, num_servers: int, timeout_s: float) -> None:
-        self._links = [
-            ServerLink(
-                store, f"{server}/{worker}", end=1, peer=f"server {server} (rank {server})", timeout_s=timeout_s
-            )
-            for server in range(num_servers)
-        ]
+    def __init__(
+        self,
+        store: Store,
+        *,
+        worker: int,
+        num_servers: int,
+        timeout_s: float,
+        lost_after_s: float,
+    ) -> None:
+        self._rank, self._lost_after_s = num_servers + worker, lost_after_s
+        self._links: list[ServerLink] = []
+        self._life = SignsOfLife(store, self._rank, [0], self._leave, lost_after_s=lost_after_s)
+        for server in range(num_servers):
+            link = ServerLink(
+                store, f"{server}/{worker}", end=1, peer=f"server {server} (rank {server})", timeout_s=timeout_s,
+                explain=self._explain,
+            )  # fmt: skip
+            self._links.append(link)
         self.welcome: Mapping[str, Any] = self._links[0].receive_state()
         self.end: Mapping[str, Any] = {}
         self._done: Mapping[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._life.__exit__()
+        for link in self._links:
+            link.abort("this end of the link is closed")
 
     def next_grant(self) -> Grant | None:
         """Commit the part that was pushed last, and return the next one when it may begin; None: the job ends."""
@@ -94,3 +115,17 @@ class WorkerClient:
         for link in self._links:
             link.receive_message()
         self._done = {"lease": grant.lease, "loss": loss, "num_targets": num_targets}
+
+    def _leave(self, rank: int) -> None:
+        for link in self._links:
+            silence = f"server 0 (rank 0) is lost, without a sign of life for {self._lost_after_s:g} s"
+            link.abort(silence if rank == 0 else self._explain())
+
+    def _explain(self) -> str:
+        """Return why the servers have closed the connections, if they have dropped this worker."""
+        if not self._life.was_dropped:
+            return ""
+        return (
+            f"this worker, rank {self._rank}, was dropped: it gave no sign of life for {self._lost_after_s:g} s, and "
+            "the job goes on without it; what it has computed since then is not used"
+        )

@@ -9,12 +9,14 @@ import torch
 from torch.distributed import HashStore
 
 from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.rendezvous import signs_of_life
 from datasvc.trainer.servers.coordinator import Coordinator, Gate
 from datasvc.trainer.servers.leases import Staleness
 from datasvc.trainer.servers.server_link import ServerLink
 from datasvc.trainer.servers.shard_server import serve_shard
 from datasvc.trainer.servers.worker_client import WorkerClient
 
+LOST_AFTER_S = 1.0
 WORKERS, STEPS, SIZE = 3, 50, 12
 NAMES = [["a"], ["b"]]
 generator = torch.Generator().manual_seed(0)
@@ -65,39 +67,61 @@ def work(store, worker, lose_at=None, together=None):
 
     With the barrier `together`, the first five grants wait for those of the others, so each worker gets that many.
     """
-    client = WorkerClient(store, worker=worker, num_servers=2, timeout_s=20)
-    weights = initial()
-    parts = [[weights[name] for name in names] for names in client.welcome["names"]]
-    served = []
-    while (grant := client.next_grant()) is not None:
-        if together is not None and len(served) <= 4:
-            together.wait()
-        client.pull([[part.detach() for part in each] for each in parts])
-        start = grant.position + grant.part * SIZE // WORKERS
-        loss, found = gradients(weights, slice(start, start + SIZE // WORKERS))
-        if len(served) == lose_at:
-            client._links[0].send_message(op="push", lease=grant.lease)
-            client._links[0].send(torch.full((4,), 1e6))
-            client._links[0].receive_message()
-            return served
-        client.push(grant, found, loss=loss, num_targets=SIZE // WORKERS)
-        served.append((grant.position, grant.part, tuple(grant.lost)))
-    assert client.end == {"epoch": 7}
-    return served
+    with WorkerClient(store, worker=worker, num_servers=2, timeout_s=20, lost_after_s=LOST_AFTER_S) as client:
+        weights = initial()
+        parts = [[weights[name] for name in names] for names in client.welcome["names"]]
+        served = []
+        while (grant := client.next_grant()) is not None:
+            if together is not None and len(served) <= 4:
+                together.wait()
+            client.pull([[part.detach() for part in each] for each in parts])
+            start = grant.position + grant.part * SIZE // WORKERS
+            loss, found = gradients(weights, slice(start, start + SIZE // WORKERS))
+            if len(served) == lose_at:
+                client._links[0].send_message(op="push", lease=grant.lease)
+                client._links[0].send(torch.full((4,), 1e6))
+                client._links[0].receive_message()
+                return served
+            client.push(grant, found, loss=loss, num_targets=SIZE // WORKERS)
+            served.append((grant.position, grant.part, tuple(grant.lost)))
+        assert client.end == {"epoch": 7}
+        return served
 
 
-def run(bound, **lost):
+def work_late(store, was_dropped):
+    """Push the first part only after server 0 has dropped this worker, as if its process was stopped until then."""
+    with WorkerClient(store, worker=1, num_servers=2, timeout_s=20, lost_after_s=LOST_AFTER_S) as client:
+        grant = client.next_grant()
+        client._life._closed.set()
+        was_dropped.wait()
+        with pytest.raises(HorovodInternalError, match=r"this worker, rank 3, was dropped: it gave no sign of life"):
+            while True:
+                client.push(grant, [[torch.full((4,), 1e6)], [torch.full((1,), 1e6)]], loss=1.0, num_targets=4)
+                client.next_grant()
+    return []
+
+
+def run(bound, late=None, **lost):
     store, losses, lost_workers = HashStore(), [], []
+
+    def report_lost(worker):
+        lost_workers.append(worker)
+        was_dropped.set()
+
+    was_dropped = threading.Event()
     shards = [
         {"weights": {name: initial()[name] for name in names}, "moments": {}, "groups": [{"params": names}]}
         for names in NAMES
     ]
     with ThreadPoolExecutor(8) as threads:
         options = {"server": 1, "num_workers": WORKERS, "make_optimizer": make_optimizer, "timeout_s": 20}
+        options["lost_after_s"] = LOST_AFTER_S
         other = threads.submit(serve_shard, store, **options)
         together = threading.Barrier(WORKERS) if lost.keys() == {"worker_1_at"} else None
         workers = [
-            threads.submit(work, store, worker, lost.get(f"worker_{worker}_at"), together)
+            threads.submit(work_late, store, was_dropped)
+            if worker == late
+            else threads.submit(work, store, worker, lost.get(f"worker_{worker}_at"), together)
             for worker in range(WORKERS)
         ]
         coordinator = Coordinator(
@@ -107,8 +131,9 @@ def run(bound, **lost):
             num_workers=WORKERS,
             staleness=Staleness(bound),
             welcome={"names": NAMES},
-            on_lost=lost_workers.append,
+            on_lost=report_lost,
             timeout_s=20,
+            lost_after_s=LOST_AFTER_S,
         )
         try:
             for first, num_steps in ((0, 20), (20, STEPS - 20)):
@@ -146,6 +171,37 @@ def test_a_lost_worker_leaves_nothing_and_its_part_is_computed_by_another(bound)
     assert final < sum_loss(initial(), slice(None)).item() / 2
 
 
+@pytest.mark.parametrize("bound", [0, None])
+def test_a_silent_worker_is_dropped_and_its_late_push_is_refused(bound, monkeypatch):
+    monkeypatch.setattr(signs_of_life, "POLL_S", 0.02)
+    weights, _, served, lost, _ = run(bound, late=1)
+    assert lost == [1]
+    parts = [(position, part) for each in served for position, part, _ in each]
+    assert sorted(parts) == [(step * SIZE, part) for step in range(STEPS) for part in range(WORKERS)]
+    assert weights["a"].abs().max() < 100
+    if bound == 0:
+        torch.testing.assert_close(weights["a"], train_alone()["a"], rtol=0, atol=1e-6)
+
+
+def test_a_rank_that_counts_while_its_main_thread_computes_is_not_silent(monkeypatch):
+    monkeypatch.setattr(signs_of_life, "POLL_S", 0.02)
+    store, silent, looks = HashStore(), [], threading.Semaphore(0)
+
+    class Looked(signs_of_life.SilenceTimer):
+        def look(self, value, now_s):
+            looks.release()
+            return super().look(value, now_s)
+
+    monkeypatch.setattr(signs_of_life, "SilenceTimer", Looked)
+    with (
+        signs_of_life.SignsOfLife(store, 1, [], silent.append, lost_after_s=LOST_AFTER_S),
+        signs_of_life.SignsOfLife(store, 0, [1, 2], silent.append, lost_after_s=LOST_AFTER_S),
+    ):
+        for _ in range(int(2 * LOST_AFTER_S / 0.02)):  # rank 2 has not begun: it is not silent either
+            looks.acquire()
+    assert not silent
+
+
 def test_a_run_ends_with_an_error_if_all_workers_are_lost():
     with pytest.raises(HorovodInternalError, match="all workers are lost"):
         run(0, worker_0_at=2, worker_1_at=2, worker_2_at=2)
@@ -158,14 +214,16 @@ def test_an_error_of_the_optimizer_ends_the_run():
 
     def push():
         with contextlib.suppress(HorovodInternalError):
-            client = WorkerClient(store, worker=0, num_servers=1, timeout_s=20)
+            client = WorkerClient(store, worker=0, num_servers=1, timeout_s=20, lost_after_s=LOST_AFTER_S)
             client.push(client.next_grant(), [[torch.ones(5)]], loss=1.0, num_targets=1)
             client.next_grant()
 
     store = HashStore()
     threading.Thread(target=push, daemon=True).start()
     shard = {"weights": initial(), "moments": {}, "groups": [{"params": ["a", "b"]}]}
-    coordinator = Coordinator(store, [shard], Broken, num_workers=1, staleness=Staleness(0), welcome={})
+    coordinator = Coordinator(
+        store, [shard], Broken, num_workers=1, staleness=Staleness(0), welcome={}, lost_after_s=LOST_AFTER_S
+    )
     with pytest.raises(ValueError, match="no step"):
         list(coordinator.run_steps(Gate(0, 0, 1, SIZE, rate_at)))
 

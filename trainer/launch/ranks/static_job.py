@@ -22,7 +22,7 @@ from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
 from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, serve_store
-from datasvc.trainer.rendezvous.messages import PREFIX_VARIABLE, WORKER_VARIABLE, arrival_key
+from datasvc.trainer.rendezvous.messages import PREFIX_VARIABLE, WORKER_VARIABLE, arrival_key, dropped_key
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
@@ -131,11 +131,21 @@ class _RankMonitor:
             else:
                 self._running.discard(int(end.worker_id))
                 self._is_trained |= not end.returncode and int(end.worker_id) >= self._job.num_servers
+                if self._job.num_servers and end.worker_id == "0" and not end.returncode:
+                    self._end_dropped_ranks()
                 failure = self._failure_of(self._find_cause(end)) if end.returncode and self._is_needed(end) else None
             if failure is not None:
                 self._group.terminate()
                 return failure
         return None
+
+    def _end_dropped_ranks(self) -> None:
+        """Terminate the workers that the servers have dropped, after the training: such as is stopped never ends."""
+        dropped = [rank for rank in sorted(self._running) if self._store.check([dropped_key(rank)])]
+        if dropped:
+            print_message(f"the job is over: terminating {self._names_of(dropped)}, which gave no sign of life")
+            self._running.difference_update(dropped)
+            self._group.terminate(map(str, dropped))
 
     def _is_needed(self, end: RankEnd) -> bool:
         """Return whether the job cannot go on without a rank that has failed; if it can, print a message."""

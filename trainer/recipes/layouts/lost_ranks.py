@@ -34,12 +34,12 @@ from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.planning.layout import LOST_AFTER_S, replica_size_of
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.rendezvous import RoundStore, current_rendezvous
+from datasvc.trainer.rendezvous.signs_of_life import POLL_S, SilenceTimer
 
 _LOG = logging.getLogger(__name__)
 
 # The Layouts page promises a report within 10 s of a loss. That is the time from a count to the look that sees it,
 # `LOST_AFTER_S`, the time until the look that finds the count too old, and the time for answers.
-_POLL_S: Final = 0.5  # between two counts and looks of a rank
 # Time in which all ranks that run have answered. The launcher kills what is left 5 s after the first has failed.
 _ANSWER_S: Final = 2.5
 _LEAVE_S: Final = 3.0  # time in which the main thread leaves its collectives after a report
@@ -51,27 +51,6 @@ _ELASTIC_LEAVE_S: Final = 30.0
 _STORE_FACTOR: Final = 10
 _ENDED: Final = "ended"
 _FAILURE, _SILENCE = "failure", "silence"
-
-
-class SilenceTimer:
-    """Measures how long a value has not changed, by looks at it.
-
-    The time between two looks counts as at most `max_gap_s`: while the process that looks was stopped, or another of
-    its threads did not release the interpreter, it could not see a change.
-    """
-
-    def __init__(self, max_gap_s: float = 2 * _POLL_S) -> None:
-        self._max_gap_s = max_gap_s
-        self._value: object = None
-        self._looked_s = 0.0
-        self._silent_s = 0.0
-
-    def look(self, value: object, now_s: float) -> float:
-        """Return for how many seconds `value` has been the same at `now_s`, on a monotonic clock."""
-        is_same = value == self._value
-        self._silent_s = self._silent_s + min(now_s - self._looked_s, self._max_gap_s) if is_same else 0.0
-        self._value, self._looked_s = value, now_s
-        return self._silent_s
 
 
 class LostRankWatch:
@@ -123,7 +102,7 @@ class LostRankWatch:
         self._failed.set()
         self._wake.set()
         # One question may be open, about a rank that was silent; its answer comes first.
-        self._found.wait(2 * (_ANSWER_S + 2 * _POLL_S) + 1.0)
+        self._found.wait(2 * (_ANSWER_S + 2 * POLL_S) + 1.0)
         self._explained = HorovodInternalError(f"{self._message or 'a rank failed or was lost'} ({error})")
         return self._explained
 
@@ -141,7 +120,7 @@ class LostRankWatch:
         with self._reporting:
             self._closed.set()
         self._wake.set()
-        self._threads[0].join(2 * _POLL_S)  # it tells the others that this rank has not been lost
+        self._threads[0].join(2 * POLL_S)  # it tells the others that this rank has not been lost
 
     @property
     def _is_over(self) -> bool:
@@ -168,7 +147,7 @@ class LostRankWatch:
                     self._answer()
                     silence = SilenceTimer()
                 else:
-                    self._wake.wait(_POLL_S)
+                    self._wake.wait(POLL_S)
             if self._closed.is_set():
                 self._store.set(_beat_key(self._rank), _ENDED)
         except (RuntimeError, ValueError):
@@ -180,7 +159,7 @@ class LostRankWatch:
     def _watch_store(self) -> None:
         """Report the store if the other thread waits for it."""
         silence, limit_s = SilenceTimer(), _STORE_FACTOR * self._lost_after_s
-        while not self._closed.wait(_POLL_S) and not self._is_over and self._threads[0].is_alive():
+        while not self._closed.wait(POLL_S) and not self._is_over and self._threads[0].is_alive():
             if silence.look(self._num_pulses, time.monotonic()) > limit_s:
                 self._report(
                     f"the store of the job has not answered for {limit_s:g} s: the launcher, or rank 0 without one, "
@@ -202,7 +181,7 @@ class LostRankWatch:
             self._wait_for([f"answer/{rank}" for rank in range(self._size)], _ANSWER_S)
             lost = self._find_lost()
             self._store.set(self._key("lost"), json.dumps(lost))
-        elif self._wait_for(["lost"], _ANSWER_S + 2 * _POLL_S):
+        elif self._wait_for(["lost"], _ANSWER_S + 2 * POLL_S):
             lost = json.loads(self._store.get(self._key("lost")))
         else:
             lost = sorted({int(asker), *self._find_lost()})
@@ -233,7 +212,7 @@ class LostRankWatch:
             self._pulse()
             missing = [name for name in missing if not self._store.check([self._key(name)])]
             if missing:
-                time.sleep(_POLL_S / 10)
+                time.sleep(POLL_S / 10)
         return not missing
 
     def _report(self, message: str) -> None:

@@ -71,7 +71,7 @@ def _train(run: Run, config: TrainConfig, job: ServerJob) -> None:
     parts = _place(run.model, job.num_servers)
     staleness = config.parse_staleness()
     run.execution = describe_server_execution(config.sync, job.num_workers, job.num_servers)
-    coordinator = Coordinator(
+    with Coordinator(
         job.store,
         [take_shard(part, run.optimizer) for part in parts],
         make_server_optimizer(config),
@@ -85,10 +85,11 @@ def _train(run: Run, config: TrainConfig, job: ServerJob) -> None:
         },
         on_lost=lambda worker: run.events.report("lost", rank=job.num_servers + worker, worker=worker),
         timeout_s=job.timeout_s,
-    )
-    _go_through_epochs(run, coordinator, parts)
-    epoch, _ = cursor_of(run.loader.state_dict())
-    coordinator.end(epoch=epoch)
+        lost_after_s=config.lost_after,
+    ) as coordinator:
+        _go_through_epochs(run, coordinator, parts)
+        epoch, _ = cursor_of(run.loader.state_dict())
+        coordinator.end(epoch=epoch)
 
 
 def _place(model: nn.Module, num_servers: int) -> list[dict[str, nn.Parameter]]:

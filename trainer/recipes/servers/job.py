@@ -79,6 +79,7 @@ def train_any(config: TrainConfig, forget: ForgetPlan | None = None) -> str | No
             num_workers=job.num_workers,
             make_optimizer=make_server_optimizer(config),
             timeout_s=job.timeout_s,
+            lost_after_s=config.lost_after,
         )
     hvd.shutdown()
     return None

@@ -28,10 +28,17 @@ def work(config: TrainConfig, job: ServerJob) -> None:
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data, or are not those of server 0.
-        HorovodInternalError: a server is lost.
+        HorovodInternalError: a server is lost, or the job goes on without this worker.
     """
     worker = job.placement.rank - job.num_servers
-    client = WorkerClient(job.store, worker=worker, num_servers=job.num_servers, timeout_s=job.timeout_s)
+    client = WorkerClient(
+        job.store, worker=worker, num_servers=job.num_servers, timeout_s=job.timeout_s, lost_after_s=config.lost_after
+    )
+    with client:
+        _work(config, job, client)
+
+
+def _work(config: TrainConfig, job: ServerJob, client: WorkerClient) -> None:
     check_settings(config, client.welcome["config"], job.placement.rank)
     random_state.seed_all(random_state.seed_of_rank(config.seed, job.placement.rank))
     repo = datasvc.open(config.repo)

@@ -58,7 +58,8 @@ class LayoutSettings(SettingGroup):
         recompute: whether the activations of each block are freed and computed again in the backward pass.
         offload: whether parameters, gradients and optimizer state are in host memory; needs the axis shard.
         lost_after: seconds without a sign of life of a rank after which the others ask whether it runs, and end the
-            run if it does not answer. The connections of a process that has ended tell sooner.
+            run if it does not answer; with parameter servers, after which the job goes on without a worker, or ends
+            for a server. The connections of a process that has ended tell sooner.
     """
 
     title: ClassVar[str] = "layout of the ranks"
@@ -76,11 +77,6 @@ class LayoutSettings(SettingGroup):
         for option, is_set in (("zero", self.zero is not None), ("offload", self.offload)):
             if is_set and sizes.get("shard", 1) == 1:
                 raise ConfigError(f"{option} is for the axis shard; give a --layout with it, such as shard=2")
-        if self.lost_after != LOST_AFTER_S and not sizes.keys() - {"data"}:
-            raise ConfigError(
-                f"lost_after is {self.lost_after:g}; it is for layouts of other axes than data: give a --layout, or "
-                f"leave it at {LOST_AFTER_S:g}"
-            )
         if self.offload and self.zero == 1:
             raise ConfigError(
                 "offload keeps parts of parameters in host memory, and with zero 1 they are not divided"
@@ -162,6 +158,12 @@ class TrainConfig(
             raise ConfigError(
                 "op is 'adasum', which needs a power of two ranks, and the ranks of an elastic run change to any "
                 "number; give --op average, or leave out --elastic"
+            )
+        sizes = {} if self.layout is None else parse_sizes(self.layout)
+        if self.lost_after != LOST_AFTER_S and not (sizes.keys() - {"data"} or self.uses_servers):
+            raise ConfigError(
+                f"lost_after is {self.lost_after:g}; it is for layouts of other axes than data, and for parameter "
+                f"servers: give a --layout, or leave it at {LOST_AFTER_S:g}"
             )
         check_exclusions(self)
         # Created only for its errors about the milestones.

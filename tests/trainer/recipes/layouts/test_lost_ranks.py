@@ -15,7 +15,8 @@ from datasvc.errors import UnavailableError
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.recipes import train
 from datasvc.trainer.recipes.layouts import lost_ranks
-from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, SilenceTimer, explaining_lost_ranks
+from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
+from datasvc.trainer.rendezvous.signs_of_life import SilenceTimer
 from tests.support.gate import Gate
 
 
@@ -96,9 +97,9 @@ def test_the_silence_of_a_rank_is_measured_by_the_looks_of_another():
 
 def test_a_lost_rank_is_reported_within_10_s():
     """Computed from the constants, because a measured time depends on the machine."""
-    seen_s = lost_ranks._POLL_S  # from the last count of the lost rank to the look that sees it
-    silent_s = lost_ranks.LOST_AFTER_S + lost_ranks._POLL_S  # to the first look after the limit
-    answered_s = lost_ranks._ANSWER_S + lost_ranks._POLL_S / 10  # and the others see its result
+    seen_s = lost_ranks.POLL_S  # from the last count of the lost rank to the look that sees it
+    silent_s = lost_ranks.LOST_AFTER_S + lost_ranks.POLL_S  # to the first look after the limit
+    answered_s = lost_ranks._ANSWER_S + lost_ranks.POLL_S / 10  # and the others see its result
     assert seen_s + silent_s + answered_s <= 10.0
 
 
