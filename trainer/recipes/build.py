@@ -24,7 +24,7 @@ from datasvc.trainer.recipes.layouts.divided_model import (
     sizes_of,
 )
 from datasvc.trainer.recipes.layouts.optimizer import AveragingLayoutOptimizer, LayoutOptimizer, ZeroOptimizer
-from datasvc.trainer.recipes.layouts.shard import recompute_activations
+from datasvc.trainer.recipes.layouts.shard import offload_activations, recompute_activations
 from datasvc.trainer.recipes.optimizers.foreach_optimizer import LAMB, LARS, RMSpropSGD
 from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
@@ -77,6 +77,8 @@ def build_learner(
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
     if config.recompute:
         recompute_activations(model)
+    if config.offload_activations:
+        offload_activations(model, pin_memory=place.device.type == "cuda")
     judge = make_judge(config, task, model, held_out) if held_out else None
     optimizer = (
         build_combining_optimizer(config, model, num_passes=batches.num_passes, judge=judge)

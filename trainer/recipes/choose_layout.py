@@ -112,8 +112,8 @@ def _divides_model(layout: Layout) -> bool:
 
 
 def _depends_on_model(config: TrainConfig, layout: Layout) -> bool:
-    needs_layers = config.recompute or config.sync_batch_norm or config.recomputes_statistics
-    return _divides_model(layout) or needs_layers
+    needs_layers = config.recompute or config.offload_activations or config.sync_batch_norm
+    return _divides_model(layout) or needs_layers or config.recomputes_statistics
 
 
 def _build_on_meta(config: TrainConfig, layout: Layout) -> nn.Module | None:
@@ -142,10 +142,12 @@ def check_model_options(config: TrainConfig, model: nn.Module) -> None:
             f"{' and '.join(options)}: the model {name!r} has no batch normalisation; leave the option out, "
             "or choose another --model"
         )
-    if config.recompute and not find_units(model):
+    if (config.recompute or config.offload_activations) and not find_units(model):
+        option, effect = ("recompute", "compute again") if config.recompute else ("offload-activations", "copy")
         raise ConfigError(
-            f"--recompute: the model {name!r} has no blocks to compute again; leave the option out, choose "
-            "another --model, such as resnet50 or gpt, or give the model a method `shard_units` that returns blocks"
+            f"--{option}: the model {name!r} has no blocks to {effect}; leave the option out, "
+            "choose another --model, such as resnet50 or gpt, or give the model a method "
+            "`shard_units` that returns blocks"
         )
 
 

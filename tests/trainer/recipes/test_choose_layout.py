@@ -111,6 +111,10 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
             for tied in ("true", "false")
         ),
         ({"recompute": True}, "--recompute: the model 'small-cnn' has no blocks to compute again"),
+        ({"offload_activations": True}, "--offload-activations: the model 'small-cnn' has no blocks to copy"),
+        ({"offload_activations": True, "layout": "shard=4"}, "needs the whole model on each rank"),
+        ({"offload_activations": True, "recompute": True}, "give --recompute or --offload-activations"),
+        ({"offload_activations": True, "compile": "inductor"}, "does not go with --compile"),
         ({**GPT, "sync_batch_norm": True}, "--sync-batch-norm: the model 'gpt' has no batch normalisation"),
         ({**GPT, "statistics": "recompute"}, "--statistics recompute: the model 'gpt' has no batch normalisation"),
         ({"layout": "shard=4", "precision": "fp16"}, "use bf16"),

@@ -116,3 +116,13 @@ def test_a_model_that_is_not_divided_is_recomputed_if_the_run_says_so(monkeypatc
     place = DataPlacement(rank=0, world_size=1, device=torch.device("cpu"), num_threads=1)
     learner = build_learner(config, LanguageModelling(config, None), plan_batches(config, 1), place, Layout())
     assert calls == ([learner.model] if recompute else [])
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_activations_are_in_host_memory_if_the_run_says_so(monkeypatch):
+    calls = []
+    monkeypatch.setattr(build, "offload_activations", lambda model, **options: calls.append((model, options)))
+    config = make_config(offload_activations=True)
+    place = DataPlacement(rank=0, world_size=1, device=torch.device("cpu"), num_threads=1)
+    learner = build_learner(config, LanguageModelling(config, None), plan_batches(config, 1), place, Layout())
+    assert calls == [(learner.model, {"pin_memory": False})]

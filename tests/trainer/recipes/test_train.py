@@ -730,3 +730,11 @@ def test_samples_of_a_step_are_skipped_and_steps_of_the_past_are_refused(reposit
     tokens = {"data": "tokens", "vocabulary": VOCABULARY, "model_option": options, "batch_size": 8, "max_steps": 3}
     run(repository, "skip-tokens", skip="2:0-3", **tokens)
     assert state_of(repository, "skip-tokens@1")["loader"]["masked"] == {"positions": [[0, 8, 12]]}
+
+
+def test_activations_in_host_memory_change_no_bit_of_a_run(repository):
+    options = ("layers=2", "heads=2", "width=8", f"context={BLOCK}", "dropout=0.1")
+    settings = {"data": "tokens", "vocabulary": VOCABULARY, "model_option": options, "batch_size": 8, "max_steps": 3}
+    run(repository, "on-device", **settings)
+    run(repository, "in-host-memory", offload_activations=True, **settings)
+    assert equal_weights(repository, "on-device", "in-host-memory")

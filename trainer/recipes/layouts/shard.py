@@ -93,6 +93,39 @@ def _make_contexts(unit: nn.Module) -> tuple[nullcontext[None], DiscardedStatist
     return nullcontext(), DiscardedStatistics(unit)
 
 
+def offload_activations(model: nn.Module, *, pin_memory: bool) -> None:
+    """Keep what each unit saves for its backward pass in host memory until then.
+
+    vDNN (Rhu et al. 2016, arXiv:1602.08124) and KARMA (Wahib et al. 2020, arXiv:2008.11421) swap so; here
+    `torch.autograd.graph.save_on_cpu` copies. Values, and so weights, do not change. Weights stay on the device.
+
+    Args:
+        model: model, whose units have their weights on the device.
+        pin_memory: whether the host memory is pinned, for faster copies from and to a GPU.
+    """
+    for unit in find_units(model):
+        unit.forward = partial(_offload, unit, unit.forward, pin_memory)
+
+
+def _offload(
+    unit: nn.Module, forward: Callable[..., torch.Tensor], pin_memory: bool, *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # A layer saves its weights too, also as views of them: a copy would free no memory of the device.
+    weights = {weight.untyped_storage().data_ptr() for weight in unit.parameters()}
+    hooks = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor if tensor.untyped_storage().data_ptr() in weights else hooks.pack_hook(tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else hooks.unpack_hook(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
 class DiscardedStatistics:
     """Lets batch normalisations update copies of their statistics in the context, and forgets these at its end.
 

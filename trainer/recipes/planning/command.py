@@ -277,8 +277,9 @@ def _check_options(chosen: argparse.Namespace, config: TrainConfig) -> None:
         raise ConfigError("--profile is an option of training runs; use --measured FILE for the profile of a step")
     if config.layout is not None:
         raise ConfigError("plan ranks all layouts; leave out --layout")
-    if config.offload:
-        raise ConfigError("plan does not estimate --offload; leave it out")
+    for name in ("offload", "offload_activations"):
+        if getattr(config, name):
+            raise ConfigError(f"plan does not estimate --{name.replace('_', '-')}; leave it out")
     if (chosen.flops is None) == (chosen.measured is None):
         raise ConfigError(
             "give either --flops, the rate of a device, such as 150TFLOP/s, or --measured, a file that "

@@ -56,6 +56,7 @@ class LayoutSettings(SettingGroup):
         zero: what the axis shard divides: 1: the optimizer state; 2: also gradients; 3: also parameters, which are
             gathered for the forward pass and again for the backward pass. None: 3.
         recompute: whether the activations of each block are freed and computed again in the backward pass.
+        offload_activations: whether the activations of each block are in host memory until the backward pass.
         offload: whether parameters, gradients and optimizer state are in host memory; needs the axis shard.
         lost_after: seconds without a sign of life of a rank after which the others ask whether it runs, and end the
             run if it does not answer; with parameter servers, after which the job goes on without a worker, or ends
@@ -68,6 +69,7 @@ class LayoutSettings(SettingGroup):
     pipeline_schedule: PipelineSchedule = "1f1b"
     zero: Annotated[int | None, Metavar("STAGE"), Range(1, 4)] = None
     recompute: bool = False
+    offload_activations: bool = False
     offload: bool = False
     lost_after: Annotated[float, Metavar("SECONDS"), Range(2)] = LOST_AFTER_S
 
@@ -85,6 +87,16 @@ class LayoutSettings(SettingGroup):
             raise ConfigError(
                 f"pipeline_schedule is {self.pipeline_schedule!r}; it is for the axis pipeline: give a --layout with "
                 "it, such as pipeline=2"
+            )
+        if self.offload_activations and any(size > 1 for axis, size in sizes.items() if axis != "data"):
+            raise ConfigError(
+                f"offload_activations needs the whole model on each rank, and layout is {self.layout!r}; give "
+                "--recompute in place of it, or leave out one of both"
+            )
+        if self.offload_activations and self.recompute:
+            raise ConfigError(
+                "offload_activations keeps the activations that recompute frees; give --recompute or "
+                "--offload-activations"
             )
         others = [axis for axis in ("tensor", "pipeline", "context") if sizes.get(axis, 1) > 1]
         if self.zero == 1 and others:
@@ -144,6 +156,11 @@ class TrainConfig(
                 f"compression is {self.compression!r}, which applies the momentum of SGD on each rank, and the "
                 f"optimizer is {self.optimizer!r}{' with nesterov' if self.nesterov else ''}; give --optimizer sgd "
                 "without --nesterov, or --compression topk"
+            )
+        if self.offload_activations and (self.compile is not None or self.uses_servers):
+            raise ConfigError(
+                "offload_activations does not go with --compile, whose graphs keep their own activations, nor with "
+                "parameter servers; leave it out"
             )
         if self.elastic and self.averages_weights and self.layout is not None:
             sizes = {axis: size for axis, size in parse_sizes(self.layout).items() if size > 1}

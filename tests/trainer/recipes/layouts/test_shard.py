@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.layouts import shard
-from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
+from datasvc.trainer.recipes.layouts.shard import offload_activations, recompute_activations, shard_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,34 @@ def test_a_unit_is_computed_twice_in_a_step_only_with_recomputation(recompute, n
     model(torch.randn(8, 5)).square().sum().backward()
     assert [calls.count(layer) for layer in layers] == [num_calls] * 2
     assert calls[:2] == layers
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_activations_in_host_memory_change_no_bit(monkeypatch, synchronised):
+    expected = train(recompute=False, synchronised=synchronised)
+    monkeypatch.setattr(shard, "_recompute", lambda unit, forward, *args: shard._offload(unit, forward, False, *args))
+    found = train(recompute=True, synchronised=synchronised)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_the_activations_of_each_unit_are_copied_and_its_weights_are_not(monkeypatch):
+    copied = []
+    copy = torch.autograd.graph.save_on_cpu
+
+    def record(*, pin_memory):
+        hooks = copy(pin_memory=pin_memory)
+        pack = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: copied.append(tuple(tensor.shape)) or pack(tensor)
+        return hooks
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", record)
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), nn.Linear(3, 2))
+    offload_activations(model, pin_memory=False)
+    model(torch.randn(8, 5)).sum().backward()
+    assert copied == [(8, 5), (8, 7)]
+    with torch.no_grad():
+        model(torch.randn(8, 5))
+    assert len(copied) == 2
 
 
 class CastCounter(TorchDispatchMode):

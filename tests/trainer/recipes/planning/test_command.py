@@ -98,6 +98,7 @@ def test_the_memory_of_a_device_is_a_limit(capsys):
         ([*RATE, "--overlap", "2"], r"overlap is 2\.0; expected a number from 0"),
         ([*RATE, "--processors-per-rank", "0"], r"processors_per_rank is 0\.0; expected more than 0"),
         ([*RATE, "--layout", "shard=2"], "leave out --layout"),
+        ([*RATE, "--offload-activations"], "plan does not estimate --offload-activations; leave it out"),
         ([*RATE, "--top", "0"], "top is 0; expected at least 1"),
         ([*RATE, "--nodes", "0"], "0 nodes of 1 ranks"),
         ([*RATE, "--profile", "x.json"], "use --measured FILE"),
