@@ -180,6 +180,11 @@ class Loader(PartReader[B], MisuseGuard):
         return self._reported_cursor.epoch + (self._reported_cursor.position + ahead) / self.split.num_positions
 
     @property
+    def cursor(self) -> Cursor:
+        """Epoch and position of `state_dict`: all batches before it were handed over."""
+        return self._cursor
+
+    @property
     def steps_left(self) -> int:
         """Number of steps that are left in the current epoch."""
         return self._count_steps_left(self._reported_cursor)

@@ -1,7 +1,7 @@
 """`trained-on`, `replay` and `forget` over an elastic run that lost a rank, against what its ranks recorded.
 
-Rank 2 of 3 is killed in step 9. The other two continue from the copy of step 6, so they repeat the steps 7 and 8,
-which version 2 has: no version continues that one.
+Rank 2 of 3 is killed in step 9. The other two fail as in their update, and continue from the copy of step 6. So they
+repeat the steps 7 and 8, which version 2 has: no version continues that one.
 """
 
 import json
@@ -52,7 +52,11 @@ def update(run, batch, mark):
     if is_victim and step == killed_step:
         parameter = run.optimizer.param_groups[0]["params"][0]
         parameter.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
-    return real(run, batch, mark)
+    try:
+        return real(run, batch, mark)
+    except hvd.HorovodInternalError:
+        run.is_updating = True
+        raise
 
 recipe.update = update
 if "words" in job:

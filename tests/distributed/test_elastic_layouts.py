@@ -184,7 +184,7 @@ def test_a_pipeline_without_one_of_its_stages_is_taken_out(jobs, tmp_path):
     events = jobs.run(
         "elastic-stages",
         "data=3,pipeline=2",
-        *(*words, "--elastic", "--commit-every", "1", "--ledger", str(tmp_path / "ledger")),
+        *(*words, "--elastic", "--commit-every", "1000", "--ledger", str(tmp_path / "ledger")),
         ranks=6,
         options=("--min-num-proc", "4"),
         kills=[(10, [3])],
@@ -194,3 +194,25 @@ def test_a_pipeline_without_one_of_its_stages_is_taken_out(jobs, tmp_path):
     found, expected = jobs.weights("elastic-stages"), jobs.weights("stages")
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0)
+
+
+def test_replicas_that_make_each_step_together_go_on_after_the_last_one_with_the_bits_of_a_job_that_stopped_there(
+    jobs, tmp_path
+):
+    words = ("--epochs", "2", "--optimizer", "adamw", "--learning-rate", "0.003", "--ema-decay", "0.9")
+    events = jobs.run(
+        "stepped",
+        "replica=3,shard=2",
+        *(*words, "--elastic", "--commit-every", "1000", "--ledger", str(tmp_path / "ledger")),
+        ranks=6,
+        options=("--min-num-proc", "4"),
+        kills=[(11, [3])],
+    )
+    assert rounds(events) == [(6, 0), (4, 11)]
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    check_audit(tmp_path / "ledger")
+    jobs.run("stopped", "data=3,shard=2", *words, "--max-steps", "11", ranks=6)
+    jobs.run("stopped", "data=2,shard=2", *words, ranks=4)
+    found, expected = jobs.weights("stepped"), jobs.weights("stopped")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -190,7 +190,7 @@ def test_a_rank_that_replaces_another_gets_the_state_from_memory_and_nothing_dif
     )
     assert status == 0, errors
     rounds = [(event["size"], event["step"]) for event in events if event["event"] == "round"]
-    assert rounds == [(2, 0), (2, 0), (2, 15), (2, 15)]
+    assert rounds == [(2, 0), (2, 0), (2, 17), (2, 17)]
     assert losses(events) == losses(undisturbed)
     # The random states of the lost rank are not those of the one that replaces it; nothing here draws from them.
     found, expected = (weights(repository, name) for name in ("replaced", "undisturbed"))

@@ -3,6 +3,9 @@
 A *round* is the time between two changes of the ranks of a job. At the start of each round, every rank builds a new
 run and loads the copy into it. The hooks, connections and prefetched batches of the round before are discarded.
 
+When a rank is lost, the others copy the end of their last whole step, so that no step is repeated. The copies that
+they make at regular steps are for runs and moments in which there is no such end, see `step_end`.
+
 If a layout divides the model, a rank copies its part of it, and a rank that has another part in the next round gets
 that from a rank that has a copy of it; see `places`.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +35,7 @@ from datasvc.trainer.recipes.checkpoints import load_optimizer, report_commits
 from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.layouts.places import Place, StateCopy, TransferPlan, find_places, plan_transfers
 from datasvc.trainer.recipes.layouts.shard import from_local, to_local
+from datasvc.trainer.recipes.layouts.step_end import StepEnd, keeps_step_ends
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -48,7 +53,8 @@ class Snapshot:
     Tensors are those that the rank stores: its parts of a divided model.
 
     Attributes:
-        commit: round of the ranks in which it was made or last sent, and step.
+        commit: round of the ranks in which it was made or last sent, step, and whether the epoch or the run ends
+            with that step, and its evaluation is done.
         place: place of the rank in the layout.
         data_versions: version of each data set, such as "digits@1".
         parent: version that the next checkpoint continues; None: none.
@@ -66,7 +72,7 @@ class Snapshot:
         log_ids: ids of the run log and of the trackers' runs, see `Run`.
     """
 
-    commit: tuple[int, int]
+    commit: tuple[int, int, bool]
     place: Place
     data_versions: list[str]
     parent: str | None
@@ -81,6 +87,11 @@ class Snapshot:
     loader: Mapping[str, Any]
     reading: Mapping[str, Any]
     log_ids: dict[str, str]
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the epoch or the run ends with the step, and its evaluation is done."""
+        return self.commit[2]
 
 
 class ElasticMemory(State):
@@ -99,10 +110,11 @@ class ElasticMemory(State):
         self.lost_parts: tuple[int, ...] = ()
         self.has_saved = False
         self._config = config
-        # The copy before the newest one, while it is not known that all ranks have a newest one.
-        self._previous: Snapshot | None = None
+        # The copies before the newest one, while it is not known that all ranks have a newest one.
+        self._older: list[Snapshot] = []
         self._run: Run | None = None
-        self._is_due = False
+        self._step_end: StepEnd | None = None
+        self._is_due = self._ends_epoch = False
 
     @property
     def config(self) -> TrainConfig:
@@ -112,9 +124,13 @@ class ElasticMemory(State):
 
     @contextmanager
     def holding(self, run: Run) -> Iterator[None]:
-        """Copy the state of `run` at each commit inside the context (one round); close the run after an error."""
+        """Copy the state of `run` at each commit inside the context (one round), and the last step before an error.
+
+        The run is closed after an error.
+        """
         self._run, self._is_due = run, False
-        self._previous = None  # all ranks have what `sync` has sent
+        self._step_end = StepEnd(run) if keeps_step_ends(run) else None
+        self._older = []  # all ranks have what `sync` has sent
         first_version = run.checkpoints.version
         try:
             yield
@@ -123,20 +139,43 @@ class ElasticMemory(State):
             run.close(error)
             report_commits(run)
             assert self.snapshot is not None
-            self.snapshot, self._previous = dataclasses.replace(self.snapshot, parent=parent_of(run)), None
+            self.snapshot, self._older = dataclasses.replace(self.snapshot, parent=parent_of(run)), []
             error.skip_sync = False  # without a new rank too, ranks get other numbers, and with these other parts
             raise
         except BaseException as error:
-            run.close(error)
+            try:
+                # As `explaining_lost_ranks`: that of a lost connection has no class of its own.
+                if isinstance(error, RuntimeError | DatasvcError):
+                    self._keep_step_end(run)
+            finally:
+                run.close(error)
             raise
         finally:
-            self._run = None
+            self._run = self._step_end = None
             self.has_saved |= run.checkpoints.version != first_version
 
-    def commit_when_due(self, *, is_due: bool) -> None:
+    def end_step(self) -> None:
+        """Note that a step, which the run counts already, is complete."""
+        if self._step_end is not None:
+            self._step_end.note()
+
+    def _keep_step_end(self, run: Run) -> None:
+        """Copy the state after the last step, unless the newest copy is of that step."""
+        if self._step_end is None or not self._step_end.go_back():
+            return
+        newest = self.snapshot
+        if newest is None or newest.commit[:2] != (_round_number(), run.step):
+            self._older = self._older if newest is None else [newest, *self._older]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the gradients of the lost step are no loss
+                self.snapshot = take_snapshot(run)
+            self.num_commits += 1  # this round has made progress
+
+    def commit_when_due(self, *, is_due: bool, ends_epoch: bool = False) -> None:
         """Commit if it is due; with `--sync`, after the next round of all ranks. Every rank calls this in each step.
 
         What a rank has learned since a round is lost with it, so its samples must not count as consumed.
+        `ends_epoch`: the epoch or the run ends with the step, and its evaluation is done.
 
         Raises:
             HostsUpdatedInterrupt: see `commit`.
@@ -147,14 +186,15 @@ class ElasticMemory(State):
         if self._run.config.averages_weights:
             runtime.current_job().engine.check()  # between rounds, no operation fails for a lost rank
         if self._is_due and (not self._run.config.averages_weights or self._run.optimizer.is_averaged):
-            self._is_due = False
+            self._is_due, self._ends_epoch = False, ends_epoch
             self.commit()
-            self._previous = None  # the check for changes of hosts at its end waits for all ranks
+            self._older = []  # the check for changes of hosts at its end waits for all ranks
 
     def save(self) -> None:
         """Copy the state of the run to host memory."""
         assert self._run is not None, "a commit is made in a round only"
-        self._previous, self.snapshot = self.snapshot, take_snapshot(self._run)
+        self._older = [] if self.snapshot is None else [self.snapshot]
+        self.snapshot = take_snapshot(self._run, ends_epoch=self._ends_epoch)
 
     def restore(self) -> None:
         """Do nothing: the next round loads the snapshot."""
@@ -167,21 +207,21 @@ class ElasticMemory(State):
         """
         layout = read_layout(self._config, hvd.size())
         places = find_places(layout, has_own_steps=self._config.averages_weights)
-        own = [copy for copy in (self.snapshot, self._previous) if copy is not None]
+        own = [*([] if self.snapshot is None else [self.snapshot]), *self._older]
         copies = [StateCopy(copy.commit, copy.place) for copy in own]
         of_ranks = allgather_object((copies, self.has_saved), name="elastic.copies")
         self.has_saved = any(has_saved for _, has_saved in of_ranks)
         plan = plan_transfers([copies for copies, _ in of_ranks], places)
         self.lost_parts = plan.missing
         if plan.commit is None:
-            self.snapshot = self._previous = None
+            self.snapshot, self._older = None, []
             return
         copy = next((copy for copy in own if copy.commit == plan.commit), None)
-        # A rank can be lost before all have their parts. Therefore the own copy stays, and the new one, whose place
+        # A rank can be lost before all have their parts. Therefore the own copies stay, and the new one, whose place
         # has a number of this round, is another commit. Copies that spare ranks keep are older than it.
         snapshot = _exchange(copy, plan)
-        snapshot = dataclasses.replace(snapshot, commit=(_round_number(), snapshot.step), place=places[hvd.rank()])
-        self.snapshot, self._previous = snapshot, copy
+        commit = (_round_number(), snapshot.step, snapshot.ends_epoch)
+        self.snapshot, self._older = dataclasses.replace(snapshot, commit=commit, place=places[hvd.rank()]), own
 
 
 def _round_number() -> int:
@@ -237,15 +277,15 @@ def parent_of(run: Run) -> str | None:
     return run.parent if newest is None else str(newest)
 
 
-def take_snapshot(run: Run) -> Snapshot:
-    """Return a copy of the state of a run, in host memory."""
+def take_snapshot(run: Run, *, ends_epoch: bool = False) -> Snapshot:
+    """Return a copy of the state of a run, in host memory; for `ends_epoch`, see `Snapshot.commit`."""
     optimizer = copy_to_host(run.optimizer.state_dict())
     if "compression" in optimizer:
         # Ranks change between rounds, so only the process may identify whose residuals these are. If the number of
         # the rank did too, one residual could be applied on two ranks.
         optimizer["compression"]["rank"] = None
     return Snapshot(
-        commit=(_round_number(), run.step),
+        commit=(_round_number(), run.step, ends_epoch),
         place=find_places(run.layout, has_own_steps=run.config.averages_weights)[hvd.rank()],
         data_versions=[split.dataset for split in splits_of(run.loader.split)],
         parent=parent_of(run),

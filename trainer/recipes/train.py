@@ -157,9 +157,10 @@ def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetP
             events.report("round", rank=hvd.rank(), size=hvd.size(), step=run.step, sync_s=memory.sync_s)
             with memory.holding(run):
                 if memory.snapshot is not None and run.is_over:
-                    # A rank was lost while the last checkpoint was written. A second one of that state does no harm.
+                    # A rank was lost during the last evaluation, or while the last checkpoint was written. A second
+                    # one of that state does no harm.
                     with run.checkpoints:
-                        commit(run)
+                        commit(run) if memory.snapshot.ends_epoch else end_epoch(run)
                     end(run)
                 else:
                     train_to_end(run, memory)
@@ -213,6 +214,9 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                 run.loader.record(batch, torch.cat(run.task.losses)[-len(batch.positions) :])
                 run.task.losses.clear()
             run.step += 1
+            run.is_updating = False
+            if memory is not None:
+                memory.end_step()
             start_step = run.step - 1
             if run.rounds is not None:
                 shared_loss = run.rounds.end_step(loss, len(batch.positions))
@@ -249,7 +253,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             report_profile(run, run.config.profile, epoch)
         end_epoch(run)
         if memory is not None:
-            memory.commit_when_due(is_due=True)
+            memory.commit_when_due(is_due=True, ends_epoch=True)
         timer.restart()
 
 

@@ -44,6 +44,8 @@ class Learner:
         model_sizes: sizes of the whole model by name, from its method `sizes`; empty without one.
         architecture: modules and operators of the whole model; None: not counted.
         shares_loss: whether `update` returns the loss of all ranks, equal on all of them; the same on all ranks.
+        is_updating: whether the weights may be of no whole step: `update` sets it before it changes them, and the
+            training loop clears it when all that belongs to the step is done.
     """
 
     config: TrainConfig
@@ -60,6 +62,7 @@ class Learner:
     model_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     architecture: Architecture | None = field(default=None, kw_only=True)
     shares_loss: bool = field(default=False, kw_only=True)
+    is_updating: bool = field(default=False, kw_only=True)
 
     @property
     def steps_alone(self) -> bool:
@@ -100,11 +103,16 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
         run.optimizer.zero_grad()
     shared_loss = None
     if run.shares_loss and hvd.size() > 1:
-        # Sent beside the gradients, and read after the step. Ranks that have the same batch count it equally often.
+        # Sent beside the gradients. Ranks that have the same batch count it equally often.
         sums = torch.stack((total.double(), torch.full_like(total, num_targets, dtype=torch.float64)))
         shared_loss = hvd.allreduce_async(sums, name="update.loss", op=hvd.Sum)
     if not run.config.makes_own_steps:
         run.optimizer.synchronize()
+    loss = total / max(num_targets, 1)
+    if shared_loss is not None:
+        # Before the weights change: a rank that is lost after that takes no loss away, and the others keep the step.
+        sums = cast("torch.Tensor", hvd.synchronize(shared_loss))
+        loss = (sums[0] / sums[1].clamp(min=1)).float()
     mark("all-reduce")
     run.loss_scale.unscale_(run.optimizer)  # after the all-reduce, so that all ranks see the same infinities
     if run.config.combines_steps:
@@ -116,6 +124,7 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
             run.divided.clip_gradients(run.config.clip_norm)
     # Gradients that are combined already must not be summed once more. With steps of their own, the ranks combine
     # these or average their weights in here, after each rank has clipped its own gradient.
+    run.is_updating = True
     with contextlib.nullcontext() if run.config.makes_own_steps else run.optimizer.skip_synchronize():
         run.loss_scale.step(run.optimizer)
     scale = run.loss_scale.get_scale()
@@ -125,10 +134,7 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     if run.average is not None and run.loss_scale.get_scale() >= scale:
         run.average.update()
     mark("update")
-    if shared_loss is None:
-        return total / max(num_targets, 1)
-    sums = cast("torch.Tensor", hvd.synchronize(shared_loss))
-    return (sums[0] / sums[1].clamp(min=1)).float()
+    return loss
 
 
 def _count_all_targets(run: Learner, num_targets: int, mark: Mark) -> int:

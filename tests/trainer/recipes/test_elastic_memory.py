@@ -35,6 +35,7 @@ from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import start
+from datasvc.trainer.recipes.update import WeightAverage
 from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 from tests.samples import write_folder
 
@@ -76,6 +77,8 @@ def check_equal(repository, name, other):
     found, expected = weights(repository, name), weights(repository, other)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert describe_model(repository, name).entry["metrics"] == describe_model(repository, other).entry["metrics"]
+    stops = [datasvc.open(repository.url).models.restore(each).state["early_stop"] for each in (name, other)]
+    assert stops[0] == stops[1]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,77 @@ def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
     steps = {str(version): version.entry["step"] for version in model_log(repository, "failing")}
     parents = {str(version): version.entry["parent"] for version in model_log(repository, "failing")}
     assert all(steps[parent] < steps[name] for name, parent in parents.items() if parent is not None)
+
+
+@pytest.fixture
+def keeping_step_ends(monkeypatch):
+    """Let the only rank of a job keep the ends of its steps, as one of several does."""
+    monkeypatch.setattr(elastic_memory, "keeps_step_ends", lambda run: True)
+
+
+def losing_a_rank_in(monkeypatch, owner, name, *steps):
+    """Lose a rank once per step in a function of an object, after it has done its work."""
+    real, left = getattr(owner, name), list(steps)
+
+    def fails(run, *words, **options):
+        result = real(run, *words, **options)
+        if left and run.step == left[0]:
+            del left[0]
+            raise hvd.HorovodInternalError("a rank was lost")
+        return result
+
+    monkeypatch.setattr(owner, name, fails)
+    return left
+
+
+@pytest.mark.usefixtures("keeping_step_ends")
+def test_a_rank_that_is_lost_before_the_weights_change_costs_no_step(
+    repository, undisturbed, tmp_path, capsys, monkeypatch
+):
+    """Forward and backward pass of the lost step have changed the statistics, and the loader has served its batch."""
+    left = losing_a_rank_in(monkeypatch, sys.modules["datasvc.trainer.recipes.update"], "accumulate", 2, 8, 8, 10, 17)
+    events = run(repository, "kept", capsys, ledger=str(tmp_path), commit_every=1000)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 2, 8, 8, 10, 17]
+    assert not left
+    steps = [event["step"] for event in events if event["event"] == "step"]
+    assert steps == sorted(set(steps))
+    check_equal(repository, "kept", undisturbed)
+    assert audit([list(read_ledger(tmp_path))]).is_proven
+    (use,) = describe_model(repository, "kept").entry["data"]
+    assert [span["step"] for span in use["spans"]] == [0, 2, 8, 10, 17]
+
+
+@pytest.mark.usefixtures("keeping_step_ends")
+@pytest.mark.parametrize(
+    ("name", "steps", "rounds"),
+    [("evaluate_run", (10, 20), [0, 10, 20]), ("commit", (4, 10, 20), [0, 4, 10, 20]), ("end_epoch", (20,), [0, 20])],
+)
+def test_a_rank_that_is_lost_in_an_evaluation_or_a_save_costs_no_step(
+    repository, undisturbed, capsys, monkeypatch, name, steps, rounds
+):
+    left = losing_a_rank_in(monkeypatch, training, name, *steps)
+    events = run(repository, f"kept-{name}".replace("_", "-"), capsys, commit_every=1000)
+    assert [event["step"] for event in events if event["event"] == "round"] == rounds
+    assert not left
+    check_equal(repository, f"kept-{name}".replace("_", "-"), undisturbed)
+
+
+@pytest.mark.usefixtures("keeping_step_ends")
+def test_a_rank_that_fails_while_its_weights_change_goes_back_to_the_last_copy(
+    repository, undisturbed, capsys, monkeypatch
+):
+    real_step, left = WeightAverage.update, [7]
+
+    def update(average):
+        real_step(average)
+        if left and average._num_updates > left[0]:
+            left.clear()
+            raise hvd.HorovodInternalError("a rank was lost")
+
+    monkeypatch.setattr(WeightAverage, "update", update)
+    events = run(repository, "half-updated", capsys)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 6]
+    check_equal(repository, "half-updated", undisturbed)
 
 
 def test_with_averages_a_failure_repeats_the_steps_since_the_last_round_of_all_ranks(
@@ -281,7 +355,7 @@ def test_a_rank_that_is_lost_while_parts_are_sent_costs_no_copy(compressed, monk
     # The copy of before is left too, until all ranks have got what was sent.
     monkeypatch.setattr(elastic_memory, "_round_number", lambda: 7)
     memory.sync()
-    assert [copy.commit for copy in (memory.snapshot, memory._previous)] == [(7, own.step), own.commit]
+    assert [copy.commit for copy in (memory.snapshot, *memory._older)] == [(7, own.step, False), own.commit]
 
 
 @pytest.fixture

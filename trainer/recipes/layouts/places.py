@@ -33,10 +33,11 @@ class StateCopy:
     """A copy of the state of a place at a commit, that a rank has in memory.
 
     Attributes:
-        commit: round of the ranks, and step. Copies of one commit have equal weights, and parts of one state.
+        commit: round of the ranks, step, and whether the end of an epoch is done. Copies of one commit have equal
+            weights, and parts of one state.
     """
 
-    commit: tuple[int, int]
+    commit: tuple[int, int, bool]
     place: Place
 
 
@@ -52,7 +53,7 @@ class TransferPlan:
         missing: parts of which no rank has a copy of the newest commit, if `commit` is None.
     """
 
-    commit: tuple[int, int] | None
+    commit: tuple[int, int, bool] | None
     sources: tuple[int, ...] = ()
     keeps_moments: bool = True
     missing: tuple[int, ...] = ()
@@ -93,7 +94,7 @@ def plan_transfers(copies: Sequence[Sequence[StateCopy]], places: Sequence[Place
     return TransferPlan(None, missing=tuple(sorted(parts - found)))
 
 
-def _plan_from(commit: tuple[int, int], held: Sequence[Place | None], places: Sequence[Place]) -> TransferPlan:
+def _plan_from(commit: tuple[int, int, bool], held: Sequence[Place | None], places: Sequence[Place]) -> TransferPlan:
     # The first rank with each part of each former replica.
     holders: dict[int, dict[int, int]] = {}
     for rank, place in enumerate(held):

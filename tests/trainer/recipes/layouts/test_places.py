@@ -7,7 +7,7 @@ from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes.layouts.places import Place, StateCopy, TransferPlan, find_places, plan_transfers
 from tests.examples import examples
 
-OLD, NEW = (1, 4), (1, 8)
+OLD, NEW = (1, 4, False), (1, 8, False)
 
 
 def held(*places, commit=NEW):
@@ -47,9 +47,31 @@ def test_without_a_whole_replica_weights_come_from_several_and_moments_begin_aga
 def test_a_commit_that_some_ranks_missed_is_undone_and_one_of_a_later_round_is_newer():
     both = (StateCopy(NEW, Place(0, 0)), StateCopy(OLD, Place(0, 0)))
     assert plan_transfers([both, *held((0, 1), commit=OLD)], pairs(1)).commit == OLD
-    stale = held((0, 0), (0, 1), commit=(1, 10))
-    later = held((0, 0), (0, 1), commit=(2, 9))
-    assert plan_transfers([*stale, *later], pairs(2)).commit == (2, 9)
+    stale = held((0, 0), (0, 1), commit=(1, 10, False))
+    later = held((0, 0), (0, 1), commit=(2, 9, False))
+    assert plan_transfers([*stale, *later], pairs(2)).commit == (2, 9, False)
+
+
+def test_after_a_loss_the_ranks_take_the_last_step_that_one_has_of_each_part():
+    """Each rank has the copy that all made in step 4, and one that it made when it found the loss."""
+
+    def after(*ranks):
+        return [
+            (*([] if step is None else [StateCopy((1, step, ends), Place(0, part))]), StateCopy(OLD, Place(0, part)))
+            for part, step, ends in ranks
+        ]
+
+    def plan(*ranks):
+        return plan_transfers(after(*ranks), [Place(0, part) for part, _, _ in ranks])
+
+    assert plan((0, 7, False), (0, 7, False)) == TransferPlan((1, 7, False), (0, 1))
+    assert plan((0, 7, False), (0, 8, False), (0, 7, False)) == TransferPlan((1, 8, False), (1, 1, 1))
+    assert plan((0, 8, False), (1, 7, False), (0, 7, False), (1, 7, False)).sources == (2, 1, 2, 3)
+    # One part was made only in step 8, the other only in step 7; or a rank was changing its weights.
+    assert plan((0, 8, False), (1, 7, False)) == TransferPlan(OLD, (0, 1))
+    assert plan((0, 7, False), (1, None, False)) == TransferPlan(OLD, (0, 1))
+    # After the evaluation at the end of an epoch, the weights are those of its last step.
+    assert plan((0, 8, False), (0, 8, True)) == TransferPlan((1, 8, True), (1, 1))
 
 
 def test_a_part_that_nobody_has_is_named_and_a_job_that_begins_misses_none():

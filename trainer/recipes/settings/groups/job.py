@@ -158,8 +158,9 @@ class RankSettings(SettingGroup):
     Attributes:
         elastic: whether the run goes on when ranks fail, leave or join, for jobs that are started with `datasvc-run
             --min-num-proc`; see docs/how-to/elastic.md.
-        commit_every: for an elastic run: steps between copies of the state to host memory. After a failure the
-            remaining ranks repeat the steps since the newest copy.
+        commit_every: for an elastic run: steps between copies of the state to host memory. At a copy, ranks may join
+            and leave. After a failure that leaves no rank with a whole state, the remaining ranks repeat the steps
+            since the newest copy; so they do with --sync, a --compression with residuals, and NCCL.
     """
 
     title: ClassVar[str] = "ranks"
