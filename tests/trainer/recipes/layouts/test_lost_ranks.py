@@ -64,7 +64,7 @@ class WatchWithoutRank1(LostRankWatch):
 @pytest.fixture
 def watch(monkeypatch):
     """Return a function that starts the watch of a rank of three, with short times; `ended` has those that end."""
-    for name, seconds in (("_POLL_S", 0.01), ("_ANSWER_S", 0.5), ("_LEAVE_S", 0.1), ("_UNWIND_S", 0.1)):
+    for name, seconds in (("POLL_S", 0.01), ("_ANSWER_S", 0.5), ("_LEAVE_S", 0.1), ("_UNWIND_S", 0.1)):
         monkeypatch.setattr(lost_ranks, name, seconds)
     monkeypatch.setattr(hvd, "size", lambda: 3)
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
