@@ -144,7 +144,7 @@ def losing_a_rank_in(monkeypatch, owner, name, *steps):
 def test_a_rank_that_is_lost_before_the_weights_change_costs_no_step(
     repository, undisturbed, tmp_path, capsys, monkeypatch
 ):
-    """Forward and backward pass of the lost step have changed the statistics, and the loader has served its batch."""
+    """The loader has served the batch of the lost step already."""
     left = losing_a_rank_in(monkeypatch, sys.modules["datasvc.trainer.recipes.update"], "accumulate", 2, 8, 8, 10, 17)
     events = run(repository, "kept", capsys, ledger=str(tmp_path), commit_every=1000)
     assert [event["step"] for event in events if event["event"] == "round"] == [0, 2, 8, 8, 10, 17]
@@ -155,6 +155,18 @@ def test_a_rank_that_is_lost_before_the_weights_change_costs_no_step(
     assert audit([list(read_ledger(tmp_path))]).is_proven
     (use,) = describe_model(repository, "kept").entry["data"]
     assert [span["step"] for span in use["spans"]] == [0, 2, 8, 10, 17]
+
+
+@pytest.mark.usefixtures("keeping_step_ends")
+def test_the_statistics_of_batch_normalisation_are_those_before_the_lost_step(repository, capsys, monkeypatch):
+    settings = {"model": "resnet18", "max_steps": 4, "commit_every": 1000, "ema_decay": None}
+    run(repository, "normalised", capsys, **settings)
+    left = losing_a_rank_in(monkeypatch, sys.modules["datasvc.trainer.recipes.update"], "accumulate", 2)
+    events = run(repository, "normalised-kept", capsys, **settings)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 2]
+    assert not left
+    assert any("running_mean" in name for name in weights(repository, "normalised"))
+    check_equal(repository, "normalised-kept", "normalised")
 
 
 @pytest.mark.usefixtures("keeping_step_ends")
