@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 # WAKE: rank 0 continues the stopped rank when it reports that it is lost.
 PROGRAM = """
 import os, signal
+from datasvc.trainer.recipes.layouts import shard
 from datasvc.trainer.recipes.reporting.events import JsonEvents
 from datasvc.trainer.recipes.servers import job
 from datasvc.trainer.servers.parameter_shard import ParameterShard
@@ -31,6 +32,7 @@ rank, action, number = os.environ["ACT"].split(":")
 owner, name, pid, sent = {
     "push": (WorkerClient, "push", os.getpid(), signal.SIGKILL),
     "stop-push": (WorkerClient, "push", os.getpid(), signal.SIGSTOP),
+    "recompute": (shard, "_recompute", os.getpid(), signal.SIGKILL),
     "apply": (ParameterShard, "apply", os.getpid(), signal.SIGKILL),
     "stop-apply": (ParameterShard, "apply", os.getpid(), signal.SIGSTOP),
     "report": (JsonEvents, "report", os.getppid(), signal.SIGTERM),
@@ -176,6 +178,14 @@ def test_with_bound_0_a_run_has_the_weights_of_one_without_servers(repository):
         assert found[part] == expected[part]
     for name, weight in expected["model"].items():
         assert (found["model"][name] - weight).abs().max() < 1e-6
+
+
+def test_workers_compute_activations_again(repository):
+    """The worker that does so first is lost by it."""
+    options = ("--model", "resnet18", "--statistics", "recompute", "--recompute", "--max-steps", 3)
+    status, events, error = run(repository, "less-memory", "ssp:3", *options, act="3:recompute:1")
+    assert status == 0, error
+    assert [event["worker"] for event in events if event["event"] == "lost"] == [1]
 
 
 def test_servers_and_sync_need_each_other(repository):

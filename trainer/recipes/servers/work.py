@@ -13,6 +13,7 @@ from datasvc.loaders.core.parts import end_epochs_before, take_part
 from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.build import build_model, compile_model
+from datasvc.trainer.recipes.layouts.shard import recompute_activations
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.reporting.recorder import mark_nothing
 from datasvc.trainer.recipes.servers.server_job import ServerJob, check_settings
@@ -59,6 +60,8 @@ def _work(config: TrainConfig, job: ServerJob, client: WorkerClient) -> None:
         task.masks_samples = bool(loader.masked)
         model = build_model(config, task).to(place.device)
         model.load_state_dict(client.welcome["model"])
+        if config.recompute:
+            recompute_activations(model)
         compile_model(model, config.compile)
         learner = Learner(
             config, task, batches, Layout(data=job.num_workers), model, None,
