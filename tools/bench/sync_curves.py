@@ -1,25 +1,31 @@
-"""Loss over time of the training program with several settings `--sync`: two nodes of one rank over a slow link."""
+"""Loss over time of the training program with several settings `--sync`: two nodes over a slow link."""
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 import datasvc
 import datasvc.trainer.recipes.train as training
+from datasvc.trainer.env.environment import NUM_SERVERS
+from datasvc.trainer.recipes.servers import job
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from tools.bench.ranks import say
+from datasvc.trainer.servers.coordinator import Coordinator
 from tools.bench.runner import Options, Report, bench, turns
 from tools.bench.slow_link import delayed_nodes, run_on_nodes
 from tools.make_digits import write_digits
 
 BSP = "bsp"
 WAYS = (BSP, "local:4", "local:16", "diloco:16", "gossip:ring:4")
+SERVER_WAYS = ("ssp:3", "async")
 
 
 @bench(
@@ -34,8 +40,11 @@ def sync_curves(options: Options) -> Report:
     The nodes are network namespaces with one rank each. They train the small CNN on the digits, in 14 steps of 96
     samples an epoch, and evaluate after each epoch. Time counts from the first step and includes the evaluations. The
     losses are those of the newest evaluation at each quarter of the time that `bsp` takes; NaN: there was none yet.
+
+    `ssp` and `async` have a parameter server and a worker on the first node, and two workers on the second one, with
+    the same global batch.
     """
-    runs: dict[str, dict[int, list[dict[str, Any]]]] = {way: defaultdict(list) for way in WAYS}
+    runs: dict[str, dict[int, list[dict[str, Any]]]] = {way: defaultdict(list) for way in (*WAYS, *SERVER_WAYS)}
     with (
         tempfile.TemporaryDirectory() as folder,
         delayed_nodes(options.mbit * 1e6 / 8, options.delay_ms / 1e3) as nodes,
@@ -43,8 +52,12 @@ def sync_curves(options: Options) -> Report:
         write_digits(Path(folder, "digits"), seed=0)
         repo = datasvc.open(f"{folder}/repo", create=True)
         repo.datasets.ingest(f"{folder}/digits", "digits")
-        for point in run_on_nodes(nodes, 1, train_ways, repo.repository.url, options.repeats, options.epochs):
+        url = repo.repository.url
+        for point in run_on_nodes(nodes, 1, train_ways, url, options.repeats, options.epochs):
             runs[point["way"]][point["round"]].append(point)
+        for number, way in turns(SERVER_WAYS, options.repeats):
+            for point in run_on_nodes(nodes, 2, train_with_server, url, number, way, options.epochs):
+                runs[way][number].append(point)
     report = Report(
         f"2 nodes of 1 rank, {options.mbit} Mbit/s, {options.delay_ms:g} ms, digits, {options.epochs} epochs"
     )
@@ -58,7 +71,7 @@ def sync_curves(options: Options) -> Report:
                 for points, total in zip(rounds.values(), totals[BSP], strict=True)
             ]
             report.add_row(f"{way}: loss at {quarter}/4 of the time of {BSP}", "nats", losses)
-    for way in WAYS[1:]:
+    for way in (*WAYS[1:], *SERVER_WAYS):
         report.add_ratio(f"time: {BSP} / {way}", totals[BSP], totals[way])
     return report
 
@@ -85,14 +98,32 @@ def train_ways(repo: str, repeats: int, epochs: int) -> None:
             return events
 
         training.go_through_epochs, training.choose_events = go_through_epochs, choose_events  # type: ignore[assignment, attr-defined]
-        # fmt: off
-        training.train(TrainConfig(
-            data="digits@1", repo=repo, name=f"{way.replace(':', '-')}-{number}", sync=way, epochs=epochs, size=32,
-            resize=32, scale=(0.8, 1.0), flip=0.0, batch_size=48, evaluate_every=1, checkpoint_every=100_000,
-            report_every=16, device="cpu", run_log=False,
-        ))
-        # fmt: on
+        training.train(choose_settings(repo, number, way, epochs, batch_size=48))
     dist.destroy_process_group()
+
+
+def train_with_server(repo: str, number: int, way: str, epochs: int) -> None:
+    """Be a process of a run with a parameter server; the server prints each evaluation."""
+    os.environ[NUM_SERVERS] = "1"
+    events, real = _Evaluations(number, way), Coordinator.run_steps
+
+    def run_steps(coordinator: Coordinator, *arguments: Any) -> Any:
+        events.began_s = events.began_s or time.monotonic()
+        return real(coordinator, *arguments)
+
+    with patch.object(Coordinator, "run_steps", run_steps), patch.object(job, "choose_events", lambda _: events):
+        job.train_any(choose_settings(repo, number, way, epochs, batch_size=32))
+
+
+def choose_settings(repo: str, number: int, way: str, epochs: int, *, batch_size: int) -> TrainConfig:
+    """Return the settings of a run."""
+    # fmt: off
+    return TrainConfig(
+        data="digits@1", repo=repo, name=f"{way.replace(':', '-')}-{number}", sync=way, epochs=epochs, size=32,
+        resize=32, scale=(0.8, 1.0), flip=0.0, batch_size=batch_size, evaluate_every=1, checkpoint_every=100_000,
+        report_every=16, device="cpu", run_log=False,
+    )
+    # fmt: on
 
 
 class _Evaluations:
@@ -105,4 +136,5 @@ class _Evaluations:
     def report(self, event: str, **facts: Any) -> None:
         if event == "evaluation":
             elapsed_s = time.monotonic() - self.began_s
-            say(**self._facts, s=elapsed_s, loss=facts["val_loss"], accuracy=facts["val_accuracy"])
+            point = {**self._facts, "s": elapsed_s, "loss": facts["val_loss"], "accuracy": facts["val_accuracy"]}
+            print(json.dumps(point), flush=True)
