@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 from datasvc.trainer.rendezvous.rendezvous import current_rendezvous
+
+_LOG = logging.getLogger(__name__)
 
 # Attributes of a snapshot that differ between the ranks; the others are sent from one rank to all.
 _OF_PLACE = ("place", "model", "average_statistics", "optimizer", "average")
@@ -144,9 +147,10 @@ class ElasticMemory(State):
             raise
         except BaseException as error:
             try:
-                # As `explaining_lost_ranks`: that of a lost connection has no class of its own.
-                if isinstance(error, RuntimeError | DatasvcError):
+                if _may_be_of_lost_rank(error, run):
                     self._keep_step_end(run)
+            except Exception:  # noqa: BLE001 - whatever it is, the copies before it are left
+                _LOG.exception("rank %d could not copy its state after step %d", hvd.rank(), run.step)
             finally:
                 run.close(error)
             raise
@@ -164,12 +168,16 @@ class ElasticMemory(State):
         if self._step_end is None or not self._step_end.go_back():
             return
         newest = self.snapshot
-        if newest is None or newest.commit[:2] != (_round_number(), run.step):
-            self._older = self._older if newest is None else [newest, *self._older]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the gradients of the lost step are no loss
-                self.snapshot = take_snapshot(run)
-            self.num_commits += 1  # this round has made progress
+        if newest is not None and newest.commit[:2] == (_round_number(), run.step):
+            # A save that was on the way has committed since.
+            self.snapshot = dataclasses.replace(newest, parent=parent_of(run))
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the gradients of the lost step are no loss
+            snapshot = take_snapshot(run)
+        self._older = self._older if newest is None else [newest, *self._older]
+        self.snapshot = snapshot
+        self.num_commits += 1  # this round has made progress
 
     def commit_when_due(self, *, is_due: bool, ends_epoch: bool = False) -> None:
         """Commit if it is due; with `--sync`, after the next round of all ranks. Every rank calls this in each step.
@@ -221,7 +229,8 @@ class ElasticMemory(State):
         # has a number of this round, is another commit. Copies that spare ranks keep are older than it.
         snapshot = _exchange(copy, plan)
         commit = (_round_number(), snapshot.step, snapshot.ends_epoch)
-        self.snapshot, self._older = dataclasses.replace(snapshot, commit=commit, place=places[hvd.rank()]), own
+        self.snapshot = dataclasses.replace(snapshot, commit=commit, place=places[hvd.rank()])
+        self._older = [copy for copy in own if copy.commit >= plan.commit]
 
 
 def _round_number() -> int:
@@ -350,9 +359,17 @@ def reporting_lost_ranks() -> Iterator[None]:
     try:
         yield
     except DatasvcError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, LostRankError):
-            cause = cause.__cause__
-        if cause is None:
+        if not _is_of_lost_rank(error):
             raise
         raise hvd.HorovodInternalError(str(error)) from error
+
+
+def _is_of_lost_rank(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, hvd.HorovodInternalError | LostRankError):
+        error = error.__cause__
+    return error is not None
+
+
+def _may_be_of_lost_rank(error: BaseException, run: Run) -> bool:
+    # That of a lost connection of a divided model has no class of its own, see `explaining_lost_ranks`.
+    return _is_of_lost_rank(error) or (run.divided is not None and isinstance(error, RuntimeError))

@@ -190,9 +190,12 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
 
     `memory` gets copies of the state of an elastic run.
     """
+    is_evaluated = memory is not None and memory.snapshot is not None and memory.snapshot.ends_epoch
     # True if the run continues a state that was saved after the last step of an epoch, but before its evaluation.
-    if run.loader.state_dict()["epoch"] < run.loader.epoch and not run.is_over:
+    if run.loader.state_dict()["epoch"] < run.loader.epoch and not (run.is_over or is_evaluated):
         end_epoch(run)
+        if memory is not None:
+            memory.commit_when_due(is_due=True, ends_epoch=True)
     timer = run.recorder.timer
     timer.restart()
     while not run.is_over:

@@ -63,13 +63,17 @@ class WorkerClient:
         self._rank, self._lost_after_s = num_servers + worker, lost_after_s
         self._links: list[ServerLink] = []
         self._life = SignsOfLife(store, self._rank, [0], self._leave, lost_after_s=lost_after_s)
-        for server in range(num_servers):
-            link = ServerLink(
-                store, f"{server}/{worker}", end=1, peer=f"server {server} (rank {server})", timeout_s=timeout_s,
-                explain=self._explain,
-            )  # fmt: skip
-            self._links.append(link)
-        self.welcome: Mapping[str, Any] = self._links[0].receive_state()
+        try:
+            for server in range(num_servers):
+                link = ServerLink(
+                    store, f"{server}/{worker}", end=1, peer=f"server {server} (rank {server})", timeout_s=timeout_s,
+                    explain=self._explain,
+                )  # fmt: skip
+                self._links.append(link)
+            self.welcome: Mapping[str, Any] = self._links[0].receive_state()
+        except BaseException:
+            self._life.__exit__()
+            raise
         self.end: Mapping[str, Any] = {}
         self._done: Mapping[str, Any] | None = None
 

@@ -54,8 +54,8 @@ def describe_architecture(model: nn.Module, *inputs: Any, timeout_s: float = _TI
     """Count the modules of a network by class, and the operators of a forward pass, as `torch.export` names them.
 
     The forward pass runs on a copy of the network on torch's meta device, which has shapes and no data. So the
-    network, its mode and the random generators stay as they are. If the pass fails, as where it depends on the values
-    of tensors, or takes too long, the result has no operators, and the reason is logged.
+    network, its mode and torch's random generator stay as they are. If the pass fails, as where it depends on the
+    values of tensors, or takes too long, the result has no operators, and the reason is logged.
 
     Args:
         model: network; no rank has only a part of it.

@@ -155,6 +155,36 @@ def test_a_rank_that_is_lost_before_the_weights_change_costs_no_step(
     assert audit([list(read_ledger(tmp_path))]).is_proven
     (use,) = describe_model(repository, "kept").entry["data"]
     assert [span["step"] for span in use["spans"]] == [0, 2, 8, 10, 17]
+    versions = list(model_log(repository, "kept"))
+    assert [each.entry["parent"] for each in versions[1:]] == [str(each) for each in versions[:-1]]
+
+
+@pytest.mark.usefixtures("keeping_step_ends")
+def test_an_evaluation_that_was_repeated_is_not_repeated_once_more(repository, undisturbed, capsys, monkeypatch):
+    evaluations = losing_a_rank_in(monkeypatch, training, "evaluate_run", 10)
+    left = losing_a_rank_in(monkeypatch, sys.modules["datasvc.trainer.recipes.update"], "accumulate", 10)
+    events = run(repository, "evaluated", capsys, commit_every=1000)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 10, 10]
+    assert not evaluations
+    assert not left
+    check_equal(repository, "evaluated", undisturbed)
+    assert [version.entry["step"] for version in model_log(repository, "evaluated")].count(10) == 1
+
+
+@pytest.mark.usefixtures("keeping_step_ends")
+def test_a_rank_that_cannot_copy_its_state_goes_back_to_the_last_copy(repository, undisturbed, capsys, monkeypatch):
+    real = elastic_memory.take_snapshot
+
+    def take_snapshot(run, **options):
+        if not options:
+            raise MemoryError
+        return real(run, **options)
+
+    monkeypatch.setattr(elastic_memory, "take_snapshot", take_snapshot)
+    losing_a_rank_in(monkeypatch, sys.modules["datasvc.trainer.recipes.update"], "accumulate", 8)
+    events = run(repository, "too-large", capsys)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 6]
+    check_equal(repository, "too-large", undisturbed)
 
 
 @pytest.mark.usefixtures("keeping_step_ends")

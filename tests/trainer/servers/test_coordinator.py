@@ -1,6 +1,7 @@
 """Servers and workers over real links, as threads of one process."""
 
 import contextlib
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,7 +93,8 @@ def work_late(store, was_dropped):
     """Push the first part only after server 0 has dropped this worker, as if its process was stopped until then."""
     with WorkerClient(store, worker=1, num_servers=2, timeout_s=20, lost_after_s=LOST_AFTER_S) as client:
         grant = client.next_grant()
-        client._life._closed.set()
+        look = client._life._look
+        client._life._look = lambda: was_dropped.wait() and look()
         was_dropped.wait()
         with pytest.raises(HorovodInternalError, match=r"this worker, rank 3, was dropped: it gave no sign of life"):
             while True:
@@ -200,6 +202,53 @@ def test_a_rank_that_counts_while_its_main_thread_computes_is_not_silent(monkeyp
         for _ in range(int(2 * LOST_AFTER_S / 0.02)):  # rank 2 has not begun: it is not silent either
             looks.acquire()
     assert not silent
+
+
+class OddStore:
+    """A store whose connections ask `use` before each operation."""
+
+    def __init__(self, use):
+        self._use, self._store = use, HashStore()
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, name):
+        self._use()
+        return getattr(self._store, name)
+
+
+def test_a_store_that_does_not_answer_is_the_loss_of_server_0_for_all_others(monkeypatch):
+    monkeypatch.setattr(signs_of_life, "POLL_S", 0.02)
+    monkeypatch.setattr(signs_of_life, "STORE_FACTOR", 1)
+    answers, reported = threading.Event(), queue.Queue()
+    with signs_of_life.SignsOfLife(OddStore(answers.wait), 1, [0], reported.put, lost_after_s=0.1):
+        assert reported.get(timeout=60) == 0
+        answers.set()
+
+
+def test_a_process_counts_on_after_its_connection_to_the_store_was_lost(monkeypatch):
+    monkeypatch.setattr(signs_of_life, "POLL_S", 0.02)
+    answers, ever = threading.Semaphore(0), iter([True])
+
+    def use():
+        if next(ever, False):
+            raise RuntimeError("connection reset")
+        answers.release()
+
+    with signs_of_life.SignsOfLife(OddStore(use), 1, [], print, lost_after_s=LOST_AFTER_S) as life:
+        for _ in range(4):
+            assert answers.acquire(timeout=60)
+        assert not life.was_dropped
+
+
+def test_the_threads_of_a_worker_end_if_it_cannot_connect():
+    others = threading.enumerate()
+    with pytest.raises(HorovodInternalError, match="did not connect"):
+        WorkerClient(HashStore(), worker=0, num_servers=1, timeout_s=0.1, lost_after_s=LOST_AFTER_S)
+    for thread in set(threading.enumerate()) - set(others):
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_run_ends_with_an_error_if_all_workers_are_lost():

@@ -112,7 +112,8 @@ def _offload(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # A layer saves its weights too, also as views of them: a copy would free no memory of the device.
+    # A layer saves its weights too, also as views of them: a copy would free no memory of the device. The 16-bit
+    # copies that autocast makes are not known here.
     weights = {weight.untyped_storage().data_ptr() for weight in unit.parameters()}
     hooks = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
 
