@@ -37,7 +37,7 @@ def train(bound, work, num_workers=WORKERS):
 
     def start(worker):
         try:
-            return work(WorkerClient(store, worker=worker, num_servers=1, timeout_s=20))
+            return work(WorkerClient(store, worker=worker, num_servers=1, timeout_s=20, lost_after_s=60))
         except Exception as error:  # without its frames, which would keep the connection
             return repr(error)
 
@@ -50,6 +50,7 @@ def train(bound, work, num_workers=WORKERS):
             num_workers=num_workers,
             staleness=Staleness(bound),
             welcome={},
+            lost_after_s=60,
         )
         losses = list(coordinator.run_steps(Gate(0, 0, STEPS, SIZE, rate_at)))
         weight = coordinator.state()[0]["weights"]["w"]
@@ -99,7 +100,7 @@ def test_weights_that_servers_cannot_hold_are_refused_at_the_start():
 def test_a_worker_does_not_wait_for_ever_for_a_server_that_never_comes():
     """sql-machine-learning/elasticdl#1814: a worker waited without a limit for the channel to a server."""
     with pytest.raises(HorovodInternalError, match=r"server 0 \(rank 0\) did not connect"):
-        WorkerClient(HashStore(), worker=0, num_servers=1, timeout_s=0.01)
+        WorkerClient(HashStore(), worker=0, num_servers=1, timeout_s=0.01, lost_after_s=60)
 
 
 @BOUNDS

@@ -69,8 +69,9 @@ class SignsOfLife:
         *,
         lost_after_s: float,
     ) -> None:
-        self._shared_store: Any = store
-        self._store: Store = self._shared_store.clone()
+        shared: Any = store
+        self._shared_store = shared
+        self._store: Store = shared.clone()
         self._rank, self._on_silent, self._lost_after_s = rank, on_silent, lost_after_s
         self._watched = {each: SilenceTimer(2 * POLL_S) for each in watched}
         self._closed = threading.Event()
