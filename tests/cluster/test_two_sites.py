@@ -40,14 +40,14 @@ from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory
 
 real_commit = ElasticMemory.commit_when_due
-def commit_when_due(self, *, is_due):
+def commit_when_due(self, **facts):
     while hvd.rank() == 0 and (
         (hvd.size() == 4 and self._run.step == 9)
         or (hvd.size() == 2 and self._run.step == 20 and self._host_messages.empty())
     ):
         runtime.current_job().engine.check()
         threading.Event().wait(0.01)
-    real_commit(self, is_due=is_due)
+    real_commit(self, **facts)
 ElasticMemory.commit_when_due = commit_when_due
 
 from datasvc.trainer.__main__ import main
