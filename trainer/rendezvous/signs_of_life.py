@@ -153,5 +153,10 @@ class SignsOfLife:
         threading.Thread(target=self._on_silent, args=(rank,), daemon=True).start()
 
 
+def silent_server(lost_after_s: float) -> str:
+    """Return the error of a process that has no sign of life of server 0."""
+    return f"server 0 (rank 0) is lost, without a sign of life for {lost_after_s:g} s"
+
+
 def _count_key(rank: int) -> str:
     return f"trainer/count/{rank}"

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from datasvc.trainer.errors import HorovodInternalError
-from datasvc.trainer.rendezvous.signs_of_life import SignsOfLife
+from datasvc.trainer.rendezvous.signs_of_life import SignsOfLife, silent_server
 from datasvc.trainer.servers.parameter_shard import MakeOptimizer, ParameterShard
 from datasvc.trainer.servers.server_link import ServerLink
 
@@ -85,7 +85,7 @@ def serve_shard(
         thread.start()
 
     def leave(_: int) -> None:
-        control.abort(f"server 0 (rank 0) is lost, without a sign of life for {lost_after_s:g} s")
+        control.abort(silent_server(lost_after_s))
 
     with SignsOfLife(store, server, [0], leave, lost_after_s=lost_after_s):
         while (message := control.receive_message())["op"] != "end":

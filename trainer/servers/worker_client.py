@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from datasvc.trainer.rendezvous.signs_of_life import SignsOfLife
+from datasvc.trainer.rendezvous.signs_of_life import SignsOfLife, silent_server
 from datasvc.trainer.servers.server_link import ServerLink
 
 
@@ -121,9 +121,9 @@ class WorkerClient:
         self._done = {"lease": grant.lease, "loss": loss, "num_targets": num_targets}
 
     def _leave(self, rank: int) -> None:
+        reason = silent_server(self._lost_after_s) if rank == 0 else self._explain()
         for link in self._links:
-            silence = f"server 0 (rank 0) is lost, without a sign of life for {self._lost_after_s:g} s"
-            link.abort(silence if rank == 0 else self._explain())
+            link.abort(reason)
 
     def _explain(self) -> str:
         """Return why the servers have closed the connections, if they have dropped this worker."""

@@ -34,7 +34,7 @@ from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.planning.layout import LOST_AFTER_S, replica_size_of
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.rendezvous import RoundStore, current_rendezvous
-from datasvc.trainer.rendezvous.signs_of_life import POLL_S, SilenceTimer
+from datasvc.trainer.rendezvous.signs_of_life import POLL_S, STORE_FACTOR, SilenceTimer
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,9 +46,6 @@ _LEAVE_S: Final = 3.0  # time in which the main thread leaves its collectives af
 _UNWIND_S: Final = 30.0  # time in which it has then closed what it uses, and has ended
 # In an elastic job this rank is not lost yet: it may be computing, and leaves at its next collective.
 _ELASTIC_LEAVE_S: Final = 30.0
-# A store that does not answer for so many times `lost_after_s` is lost. It may be that of a launcher that a user has
-# suspended, so wait longer than for a rank.
-_STORE_FACTOR: Final = 10
 _ENDED: Final = "ended"
 _FAILURE, _SILENCE = "failure", "silence"
 
@@ -158,7 +155,7 @@ class LostRankWatch:
 
     def _watch_store(self) -> None:
         """Report the store if the other thread waits for it."""
-        silence, limit_s = SilenceTimer(), _STORE_FACTOR * self._lost_after_s
+        silence, limit_s = SilenceTimer(), STORE_FACTOR * self._lost_after_s
         while not self._closed.wait(POLL_S) and not self._is_over and self._threads[0].is_alive():
             if silence.look(self._num_pulses, time.monotonic()) > limit_s:
                 self._report(
