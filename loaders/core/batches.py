@@ -260,11 +260,11 @@ class SampleBatches:
                 rows = locations.rows[indices]
                 if split.packs is not None:
                     index, pieces = split.packs.pieces(shard, rows)
-                    indices, rows = indices[index], pieces.rows  # noqa: PLW2901 - the documents in place of the packs
-                stored = split.stored_rows(shard, rows)
-                found.append((indices, stored))
-                places.append((split.digest, shard, np.arange(start, start + len(stored)), stored))
-                start += len(stored)
+                    # The documents in place of the packs.
+                    indices, rows = indices[index], split.stored_rows(shard, pieces.rows)  # noqa: PLW2901
+                found.append((indices, rows))
+                places.append((split.digest, shard, np.arange(start, start + len(rows)), rows))
+                start += len(rows)
         index, rows = (np.concatenate(values) for values in zip(*found, strict=True))
         is_masked = self._masks.find(cursor.epoch, positions[index], places) & mask[index]
         order = np.argsort(index, kind="stable")

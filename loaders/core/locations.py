@@ -16,7 +16,7 @@ from datasvc.order import Step, Tail, plan_step, slice_step
 
 _MAX_CACHED_CURSORS: Final = 64
 # Samples per call: enough to make the fixed cost small, but not so many that the first batch is delayed.
-_SAMPLES_PER_CALL: Final = 4096
+_SAMPLES_PER_CALL: Final = 16_384
 
 
 class SampleLocations(NamedTuple):
@@ -26,7 +26,7 @@ class SampleLocations(NamedTuple):
         sources: `int64[n]`, index of each sample's split.
         epochs: `int64[n]`, epoch of each sample in the access order of its split.
         shards: `int64[n]`, index of the shard in the split's shard table.
-        rows: `int64[n]`, row in the shard, not counting deleted samples.
+        rows: `int64[n]`, row in the shard's file, which has the deleted samples too; of packs, their numbers.
     """
 
     sources: Integers

@@ -100,8 +100,9 @@ class SplitReader:
         self._batch_uses: deque[tuple[Cursor, int]] = deque()
 
     def locate(self, epoch: int, positions: Integers) -> tuple[Integers, Integers]:
-        """Return the shard and the row of each position of an epoch. Rows do not count deleted samples."""
-        return self._order(epoch).locate(positions)
+        """Return the shard and the row in its file of each position of an epoch; of packs, their numbers."""
+        shards, rows = self._order(epoch).locate(positions)
+        return shards, rows if self.split.packs is not None else self.split.stored_rows_of(shards, rows)
 
     def advance(self, cursor: Cursor) -> None:
         """Report the cursor of the split's order to the store."""
@@ -130,19 +131,13 @@ class SplitReader:
 
         Args:
             by_shard: shards with the indices of their samples in the batch.
-            rows: `int64[n]`, rows of all samples of the batch, from `locate`. Changed in place: after the call, rows
-                in these shards count deleted samples. Numbers of packs are not changed.
+            rows: `int64[n]`, rows of all samples of the batch, from `locate`.
         """
         if self.split.packs is not None:
             return self._open_packs(self.split.packs, by_shard, rows)
-        stored_rows: dict[int, Integers] = {}
-        for shard, indices in by_shard:
-            located = rows[indices]
-            stored_rows[shard] = self.split.stored_rows(shard, located)
-            if stored_rows[shard] is not located:  # a shard without deletions returns the same array
-                rows[indices] = stored_rows[shard]
-        opened = self._shards.get_all(stored_rows)
-        return [ShardPart(opened[shard], indices, stored_rows[shard]) for shard, indices in by_shard]
+        rows_by_shard = {shard: rows[indices] for shard, indices in by_shard}
+        opened = self._shards.get_all(rows_by_shard)
+        return [ShardPart(opened[shard], indices, rows_by_shard[shard]) for shard, indices in by_shard]
 
     def _open_packs(
         self, packs: Packs, by_shard: Sequence[tuple[int, Integers]], numbers: Integers

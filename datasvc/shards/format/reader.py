@@ -133,9 +133,9 @@ class Shard:
 
     def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
         """Return whether the shard has the column, with a value (not null) for each of `rows`."""
-        if column not in self.schema.names:
-            return False
         if column not in self._valid:
+            if column not in self.schema.names:
+                return False
             values = self.column(column)
             self._valid[column] = values.is_valid().to_numpy() if values.null_count else None
             self._release_pages()

@@ -1,10 +1,13 @@
-"""A cache of row numbers of shards, limited by their number."""
+"""Row numbers of shards: a cache of them, limited by their number, and the other rows that stand for rows."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from itertools import pairwise
+
+import numpy as np
 
 from datasvc.keyed_random import Integers
 
@@ -37,3 +40,36 @@ class RowCache:
             while self._num_rows > self._max_rows and len(self._cached) > 1:
                 self._num_rows -= len(self._cached.popitem(last=False)[1])
         return rows
+
+
+class RowMap:
+    """Maps rows of shards to other rows: row r of a shard to `find(shard)[r]`. Safe for use by several threads.
+
+    Args:
+        counts: number of rows to map of each shard, `int64[shards]`.
+        find: returns the rows of a shard, `int64[counts[shard]]`.
+        max_rows: if there are not more rows to map, those found are kept, with 4 bytes each.
+    """
+
+    def __init__(self, counts: Integers, find: Callable[[int], Integers], max_rows: int) -> None:
+        self._find = find
+        self._firsts = np.cumsum(counts) - counts
+        # The rows of all shards one after the other, found when a shard is first mapped: one lookup for a batch.
+        self._kept = np.empty(counts.sum(), np.int32) if counts.sum() <= max_rows else None
+        self._is_found = np.zeros(len(counts), np.bool_)
+
+    def __call__(self, shards: Integers, rows: Integers) -> Integers:
+        """Return the rows that stand for rows, `int64[n]`, of `shards`, `int64[n]`. Raises what `find` raises."""
+        if self._kept is not None:
+            for shard in np.unique(shards[~self._is_found[shards]]).tolist():
+                found = self._find(shard)
+                self._kept[self._firsts[shard] : self._firsts[shard] + len(found)] = found
+                self._is_found[shard] = True
+            return self._kept[self._firsts[shards] + rows].astype(np.int64)
+        mapped = np.empty_like(rows)
+        by_shard = np.argsort(shards, kind="stable")
+        cuts = np.flatnonzero(np.diff(shards[by_shard])) + 1
+        for start, stop in pairwise([0, *cuts.tolist(), len(by_shard)] if len(by_shard) else []):
+            chosen = by_shard[start:stop]
+            mapped[chosen] = self._find(int(shards[chosen[0]]))[rows[chosen]]
+        return mapped

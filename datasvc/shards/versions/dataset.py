@@ -29,6 +29,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.commit import ancestors_of, check_splits, newest_entries, renamed_to
 from datasvc.shards.lines.dataset_log import DatasetLog
 from datasvc.shards.packing.packs import Packs
+from datasvc.shards.packing.row_cache import RowMap
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns
 from datasvc.shards.versions.weights import Weights, open_order, open_packs
@@ -148,10 +149,18 @@ class Split(Shown):
         # Deletions are read only if the shard has any.
         return self.deletions.kept_rows(shard)[rows] if self._num_deleted[shard] else rows
 
+    def stored_rows_of(self, shards: Integers, rows: Integers) -> Integers:
+        """Return `stored_rows` of samples of several shards, `int64[n]` each. Raises its errors."""
+        return self._row_map(shards, rows) if self.table.deletions is not None else rows
+
     @cached_property
     def deletions(self) -> Deletions:
         """The deleted samples. Raises what `load_deletions` raises."""
         return load_deletions(self.repository.objects, self.table)
+
+    @cached_property
+    def _row_map(self) -> RowMap:
+        return self.deletions.row_map(self.table.stored_per_shard)
 
     @cached_property
     def _packs(self) -> Weights | Packs | None:

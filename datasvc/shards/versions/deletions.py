@@ -23,7 +23,7 @@ from datasvc.shards.format.ipc_reader import column_to_numpy, decode_table, enco
 from datasvc.shards.format.overlaid_shard import open_table_shard
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.packing.row_cache import RowCache
+from datasvc.shards.packing.row_cache import RowCache, RowMap
 
 DELETIONS_FORMAT = 1
 _FORMAT_KEY: Final = b"datasvc.deletions.format"
@@ -127,6 +127,16 @@ class Deletions:
         """Return the live rows of a shard with deletions: `int64[live]`, ascending. Do not modify the array."""
         return self._kept_rows.get(shard, lambda: np.flatnonzero(~self.flags(shard)))
 
+    def row_map(self, stored_per_shard: Integers) -> RowMap:
+        """Return the map from rows that do not count deleted samples to those in the shards' files."""
+        counts = stored_per_shard.copy()
+        counts[self.shards] -= self.counts
+
+        def find(shard: int) -> Integers:
+            return np.arange(counts[shard]) if self._find(shard) is None else self.kept_rows(shard)
+
+        return RowMap(counts, find, _MAX_CACHED_ROWS)
+
     def _bitmap_at(self, index: int) -> npt.NDArray[np.uint8]:
         return self._bits[self._offsets[index] : self._offsets[index + 1]]
 
@@ -164,12 +174,7 @@ def stored_rows_of(objects: Objects, table: ShardTable, shards: Integers, rows: 
 
     Raises what `load_deletions` raises.
     """
-    deletions, deleted = load_deletions(objects, table), table.deleted_per_shard
-    stored = rows.copy()
-    for shard in np.unique(shards[deleted[shards] > 0]).tolist():
-        chosen = shards == shard
-        stored[chosen] = deletions.kept_rows(shard)[rows[chosen]]
-    return stored
+    return load_deletions(objects, table).row_map(table.stored_per_shard)(shards, rows)
 
 
 def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:

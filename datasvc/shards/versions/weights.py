@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -21,7 +20,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.view_table import EpochGrid
 from datasvc.shards.packing.pack_objects import PackReader
 from datasvc.shards.packing.packs import PackedOrder, Packs, find_copies
-from datasvc.shards.packing.row_cache import RowCache
+from datasvc.shards.packing.row_cache import RowCache, RowMap
 
 MAX_WEIGHT: Final = (1 << 20) - 1
 # Rows of `served_rows` in memory, with 8 bytes each.
@@ -89,27 +88,12 @@ class WeightedOrder(AccessOrder):
         counts = table.epoch_counts(config, epoch)
         super().__init__(counts, config, epoch)
         self._served_rows = partial(weights.served_rows, grid=table.epoch_grid(config, epoch))
-        self._firsts = np.cumsum(counts) - counts
-        # The rows of all shards, which are found when a position needs them; None if they would take too much memory.
-        self._all_rows = np.empty(self.num_samples, np.int32) if self.num_samples <= _MAX_ROWS else None
-        self._is_found = np.zeros(len(counts), np.bool_)
+        self._map = RowMap(counts, self._served_rows, _MAX_ROWS)
 
     def locate(self, positions: Integers | Sequence[int]) -> tuple[Integers, Integers]:
         """Return the sample at each position, see `AccessOrder`. Raise also what `Weights.of` raises."""
         shards, rows = super().locate(positions)
-        if self._all_rows is not None:
-            for shard in np.unique(shards[~self._is_found[shards]]).tolist():
-                found = self._served_rows(shard)
-                self._all_rows[self._firsts[shard] : self._firsts[shard] + len(found)] = found
-                self._is_found[shard] = True
-            return shards, self._all_rows[self._firsts[shards] + rows].astype(np.int64)
-        by_shard = np.argsort(shards, kind="stable")
-        cuts = np.flatnonzero(np.diff(shards[by_shard])) + 1
-        bounds = [0, *cuts.tolist(), len(by_shard)] if len(by_shard) else []
-        for start, stop in pairwise(bounds):
-            chosen = by_shard[start:stop]
-            rows[chosen] = self._served_rows(int(shards[chosen[0]]))[rows[chosen]]
-        return shards, rows
+        return shards, self._map(shards, rows)
 
     def copies_of(self, shards: Integers, rows: Integers) -> tuple[Integers, Integers]:
         """Return all positions of some samples, see `AccessOrder`. Raise what `Weights.of` raises."""

@@ -47,6 +47,24 @@ def test_deletions_decode_to_what_was_encoded_whatever_the_order_of_shards(given
     )
 
 
+@given(flags, st.booleans(), st.integers(0, 100))
+def test_rows_of_many_samples_are_mapped_to_those_of_their_files(given_flags, fits_in_memory, seed):
+    stored = np.full(52, 7)  # the shards without deletions have 7 samples
+    for shard, deleted in given_flags.items():
+        stored[shard] = len(deleted)
+    deletions = Deletions.build(given_flags)
+    kept = [np.flatnonzero(~given_flags.get(shard, np.zeros(7, np.bool_))) for shard in range(len(stored))]
+    random = np.random.default_rng(seed)
+    shards = random.permutation(np.repeat(np.arange(len(stored)), [min(len(each), 3) for each in kept]))
+    rows = random.integers(0, [len(kept[shard]) for shard in shards]) if len(shards) else np.empty(0, np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasvc.shards.versions.deletions._MAX_CACHED_ROWS", 1 << 20 if fits_in_memory else 1)
+        row_map = deletions.row_map(stored)
+    for part in (slice(0, 20), slice(None)):
+        found = row_map(shards[part], rows[part]).tolist()
+        assert found == [kept[shard][row] for shard, row in zip(shards[part], rows[part], strict=True)]
+
+
 def test_a_bitmap_takes_one_bit_a_sample_lowest_bit_first():
     deleted = np.zeros(11, np.bool_)
     deleted[[0, 3, 9]] = True
