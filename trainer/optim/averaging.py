@@ -62,9 +62,10 @@ def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
             parameters has a round every 32 steps, one after the other; a rank sends 2 steps before its weights
             change; they become 0.5 of the outer weights and 0.5 of its own; and it sends quantised numbers. With
             DiLoCo each rank may have its own number of steps and its own delay. "gossip:ring", "gossip:exponential",
-            "gossip:ring:4": the mean with neighbours in every, or every 4th, step; "tournament:8": no mean: every 8
-            steps the loser of each pair of ranks takes over weights and state of the winner, see `Tournament`;
-            "tournament:8:perturb=1.2": the learning rates of the ranks differ too, by powers of 1.2.
+            "gossip:ring:4": the mean with neighbours in every, or every 4th, step; "gossip:ring:4:fragments=4": of
+            one of 4 parts in each step; "tournament:8": no mean: every 8 steps the loser of each pair of ranks takes
+            over weights and state of the winner, see `Tournament`; "tournament:8:perturb=1.2": the learning rates of
+            the ranks differ too, by powers of 1.2.
         judge: of a tournament, returns the loss of the model's present weights on held-out samples, the same samples
             on all ranks. It must leave weights, gradients and random generators as they are.
         buffers: of a tournament, tensors that a loser takes over too, such as `model.buffers()`.
@@ -321,9 +322,10 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     def _mix(self, weights: list[Tensor]) -> None:
         policy, size = self.sync_policy, self._set.size()
-        to = neighbours(policy.graph, size, self._set.rank(), self.num_steps // policy.steps - 1)
+        turn, fragment = divmod(policy.last_round(self.num_steps), policy.fragments)
+        to = neighbours(policy.graph, size, self._set.rank(), turn)
         splits = [int(rank in to) for rank in range(size)]
-        for parts in _group(weights):
+        for parts in _group([weights[position] for position in _cut_fragments(self, policy)[fragment]]):
             flat = pack(parts)
             copies = flat.expand(len(to), -1).contiguous()
             handle = submit_alltoall(

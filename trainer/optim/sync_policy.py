@@ -2,7 +2,8 @@
 
 The names are those of the papers: local SGD (Stich 2019), post-local and hierarchical SGD (Lin et al. 2020), EASGD
 in its synchronous form (Zhang et al. 2015), DiLoCo (Douillard et al. 2023) and Streaming DiLoCo (Douillard et al.
-2025), D-PSGD (Lian et al. 2017), here "gossip", and LTFB (Jacobs et al. 2019), here "tournament".
+2025), D-PSGD (Lian et al. 2017), here "gossip", with the parts of Ako (Watcharapichat et al. 2016), and LTFB (Jacobs
+et al. 2019), here "tournament".
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ _Codec = Literal["int8", "int4", "onebit", "ternary", "qsgd"]
 
 _FORMS: Final = (
     "local:STEPS, postlocal:STEPS:STEPS, hierarchical:STEPS,STEPS, easgd:STEPS:BETA, "
-    "diloco:STEPS[:fragments=N,delay=D,alpha=A,codec=C], gossip:ring or gossip:exponential, with :STEPS, or "
+    "diloco:STEPS[:fragments=N,delay=D,alpha=A,codec=C], gossip:ring or gossip:exponential, with :STEPS or "
+    ":STEPS:fragments=N, or "
     "tournament:STEPS[:samples=M,perturb=F]"
 )
 _OPTIONS: Final[Mapping[str, Mapping[str, Callable[[str], Any]]]] = {
     "diloco": {"fragments": int, "delay": int, "alpha": float, "codec": str},
+    "gossip": {"fragments": int},
     "tournament": {"samples": int, "perturb": float},
 }
 
@@ -40,7 +43,8 @@ class SyncPolicy:
         node_steps: steps of a round among the ranks of a node; None: there are no such rounds.
         beta: of "easgd", the share of the mean of the ranks in the new center.
         graph: of "gossip", who averages with whom.
-        fragments: of "diloco", number of parts of the parameters. A round averages one of them; they take turns.
+        fragments: of "diloco" and "gossip", number of parts of the parameters. A round averages one of them; they
+            take turns.
         delay: of "diloco", steps between the start of a round, in which a rank sends, and its end, in which its
             weights change.
         alpha: of "diloco", the share of the rank's own weights in its weights after a round, as in the paper.
@@ -81,7 +85,7 @@ class SyncPolicy:
         return self.is_round(step + self.delay)
 
     def last_round(self, step: int) -> int:
-        """Return the number, from 0, of the last round of "diloco" that has started after this step."""
+        """Return the number, from 0, of the last round that has started after this step; without warm-up steps."""
         return (step + self.delay) // self.round_steps - 1
 
     def is_node_round(self, step: int) -> bool:
@@ -109,8 +113,12 @@ def parse_sync(text: str) -> SyncPolicy:
                 return _checked(SyncPolicy("easgd", int(steps), beta=float(beta)))
             case ("diloco" | "tournament") as named, [steps, *options] if len(options) < 2:
                 return _checked(SyncPolicy(named, int(steps), **_read_options(_OPTIONS[named], *options)))
-            case "gossip", [("ring" | "exponential") as graph, *steps] if len(steps) < 2:
-                return _checked(SyncPolicy("gossip", int(steps[0]) if steps else 1, graph=graph))
+            case "gossip", [("ring" | "exponential") as graph]:
+                return _checked(SyncPolicy("gossip", 1, graph=graph))
+            case "gossip", [("ring" | "exponential") as graph, steps, *options] if len(options) < 2:
+                return _checked(
+                    SyncPolicy("gossip", int(steps), graph=graph, **_read_options(_OPTIONS[kind], *options))
+                )
     except ValueError:
         pass  # a text that is not a number gets the same message
     raise ValueError(

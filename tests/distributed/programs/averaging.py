@@ -356,6 +356,27 @@ def check_gossip_keeps_the_mean_and_brings_the_ranks_together():
         assert (now - now.mean(0)).abs().max() < 0.1
 
 
+def check_fragments_of_gossip_take_turns_and_each_is_mixed_as_the_whole():
+    for graph in ("ring", "exponential"):
+        start = new_model()
+        set_weights(start, weights_of(start) + RANK)
+        models = copy.deepcopy(start), copy.deepcopy(start)
+        syncs = f"gossip:{graph}:4", f"gossip:{graph}:4:fragments=2"
+        whole, parts = (
+            hvd.Averaging(torch.optim.SGD(model.parameters(), lr=0.0), sync)
+            for model, sync in zip(models, syncs, strict=True)
+        )
+        for number in range(1, 13):
+            before = copy.deepcopy(models[1])
+            step(models[0], whole, number)
+            step(models[1], parts, number)
+            (first, *rest), (first_before, *rest_before) = models[1].parameters(), before.parameters()
+            assert number % 4 == 2 or torch.equal(first, first_before)
+            assert number % 4 == 0 or all(map(torch.equal, rest, rest_before))
+            if number % 4 == 0:
+                assert torch.equal(weights_of(models[0]), weights_of(models[1]))
+
+
 def replica(sync="tournament:3", offset=0.0, optimizer=sgd, **options):
     """A model whose loss depends on its rank, its optimizer, and the losses that its judge has returned."""
     model = nn.Sequential(*new_model(), nn.BatchNorm1d(2))
@@ -457,6 +478,7 @@ def check_a_state_goes_on_to_the_same_bits():
         "diloco:4:delay=2,codec=int4",
         "diloco:4:codec=qsgd",
         "gossip:exponential",
+        "gossip:ring:4:fragments=2",
         "tournament:3:perturb=1.2",
     ):
         model, averaging = averaged(sync)

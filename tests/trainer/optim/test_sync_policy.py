@@ -17,6 +17,7 @@ def test_rounds_are_every_few_steps_and_in_each_step_of_a_warm_up():
     assert rounds("postlocal:3:5") == [1, 2, 3, 8, 13]
     assert rounds("diloco:4") == rounds("easgd:4:0.9") == rounds("gossip:ring:4") == [4, 8, 12, 16]
     assert rounds("gossip:exponential") == list(range(1, 17))
+    assert rounds("gossip:ring:8:fragments=2") == [4, 8, 12, 16]
     assert rounds("tournament:8:samples=9,perturb=1.2") == [8, 16]
 
 
@@ -35,6 +36,7 @@ def test_a_round_of_a_node_is_no_round_of_all_ranks():
      "diloco:4:delay=1,delay=1", "diloco:4:fragments=3", "diloco:4:fragments=0", "diloco:4:delay=4",
      "diloco:4:delay=-1", "diloco:4:fragments=2,delay=2", "diloco:4:alpha=1.1", "diloco:4:alpha=nan",
      "diloco:4:codec=signsgd", "diloco:4:codec=", "gossip", "gossip:star", "gossip:ring:0", "gossip:ring:1:1",
+     "gossip:ring:4:fragments=3", "gossip:ring:fragments=4", "gossip:ring:4:delay=1",
      "tournament", "tournament:0", "tournament:8:256", "tournament:8:samples=0", "tournament:8:perturb=0.9",
      "tournament:8:perturb=inf", "tournament:8:codec=int8", "tournament:8:samples=1:perturb=2"],
 )  # fmt: skip

@@ -29,7 +29,7 @@ TEXT_MODEL: Final = "gpt"
 _COMPRESSIONS: Final = "{none,fp16,bf16,topk:SHARE[:STEPS],dgc:SHARE[:STEPS],powersgd:RANK[:STEPS],quantized:CODEC}"
 _SYNCS: Final = (
     "{bsp,local:STEPS,postlocal:STEPS:STEPS,hierarchical:STEPS,STEPS,easgd:STEPS:BETA,"
-    "diloco:STEPS[:OPTIONS],gossip:GRAPH[:STEPS],tournament:STEPS[:OPTIONS],ssp:STEPS,async}"
+    "diloco:STEPS[:OPTIONS],gossip:GRAPH[:STEPS[:OPTIONS]],tournament:STEPS[:OPTIONS],ssp:STEPS,async}"
 )
 _PLAIN: Final = ("none", "fp16", "bf16")  # the compressions without a number, which keep nothing between steps
 
@@ -259,7 +259,8 @@ class GradientSettings(SettingGroup):
             rank makes steps of its own, and in rounds the ranks average their weights: "local:8": every 8 steps;
             "postlocal:100:8": in each of the first 100 steps, then every 8; "hierarchical:2,8": every 2 steps those
             of a node, every 8 all; "easgd:8:0.9": elastic averaging; "diloco:32": with an outer optimizer;
-            "gossip:ring", "gossip:exponential": with neighbours; "tournament:8": every 8 steps the loser of each
+            "gossip:ring", "gossip:exponential": with neighbours, "gossip:ring:4:fragments=4" of a part of the weights
+            in turns; "tournament:8": every 8 steps the loser of each
             pair of ranks takes over the winner, "tournament:8:samples=256,perturb=1.2" with learning rates that
             differ. With parameter servers (`datasvc-run --servers`): "ssp:3": a worker waits if it is more than 3
             steps ahead of the slowest; "async": never. See docs/explanation/waiting.md.
