@@ -74,7 +74,8 @@ def _sync_text(execution: Mapping[str, Any]) -> str | None:
     sync = execution.get("sync", "bsp")
     if sync == "bsp":
         return None
-    named = {"steps of a round": execution.get("sync_steps"), "outer optimizer": execution.get("outer_optimizer")}
+    words = {"steps of a round": "sync_steps", "outer optimizer": "outer_optimizer", "steps ahead": "staleness"}
+    named = {word: execution.get(name) for word, name in words.items()}
     return f"{sync} ({', '.join(f'{name}: {value}' for name, value in named.items() if value)})"
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart, stacked_areas
 from datasvc.drawing.numbers import thin_points
-from datasvc.printable import count_text, escape_controls
+from datasvc.printable import escape_controls
 from datasvc.runs.history import RunHistory, Series
 from datasvc.runs.resources import RESOURCES
-from datasvc.views.run_words import STEP_PARTS
+from datasvc.views.run_words import STEP_PARTS, rank_changes
 
 _MAX_POINTS: Final = 600
 _MAX_CHARTS: Final = 12
@@ -165,7 +165,7 @@ def starts_at_zero(name: str) -> bool:
 
 def _marks(history: RunHistory) -> list[ChartMark]:
     """Return checkpoints, stalls and changes of the ranks of a run, the newest ones if there are very many."""
-    marks, size = [], None
+    marks = [ChartMark(step, text) for step, text in rank_changes(history)]
     for event in history.events:
         facts = event.facts
         step = facts.get("step")
@@ -176,10 +176,4 @@ def _marks(history: RunHistory) -> list[ChartMark]:
         elif event.event == "stall":
             text = f"stall at step {step}: waited {facts.get('wait_s')} s for data"
             marks.append(ChartMark(step, text, is_problem=True))
-        elif event.event == "round" and isinstance(facts.get("size"), int):  # of an elastic job
-            if size is not None and size != facts["size"]:
-                marks.append(
-                    ChartMark(step, f"{count_text(facts['size'], 'rank')} from step {step} on, {size} before")
-                )
-            size = facts["size"]
-    return marks[-_MAX_MARKS:]
+    return sorted(marks, key=lambda mark: mark.x)[-_MAX_MARKS:]

@@ -30,6 +30,7 @@ STEP_PARTS: Final[Mapping[str, str]] = {
 """Curves with the parts of a step's time, in the order in which they are shown, with their titles."""
 _RANKS_LISTED: Final = 8
 _VERSIONS_LISTED: Final = 20
+_CHANGES_LISTED: Final = 20
 _NOT_TIMES: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})  # facts of a `ranks` event
 
 
@@ -132,6 +133,11 @@ def facts(history: RunHistory) -> list[Fact]:
         fact("data", *references("datasets", [ref for each in run.data for ref in each.split(", ")])),
         fact("parent", *(references("models", [str(header["parent"])]) if header.get("parent") else ())),
         fact("ranks", FactPart(run.world_size, "number")),
+        fact(
+            "joined and left",
+            "; ".join(text for _, text in rank_changes(history)[-_CHANGES_LISTED:]) or None,
+            help="the newest changes of the ranks, replicas or workers",
+        ),
         fact("layout", axes, help="ranks of each axis of the layout"),
         *(fact(name, FactPart(header.get(name))) for name in ("host", "pid", "python")),
         fact("code", revision, revision and " with local changes" if code.get("dirty") else None),
@@ -139,6 +145,27 @@ def facts(history: RunHistory) -> list[Fact]:
         fact("diagnosis", FactPart(newest_fact(history, "diagnosis", "verdict"))),
         fact("versions", *references("models", history.versions[-_VERSIONS_LISTED:]), help="the newest ones"),
     ]
+
+
+def rank_changes(history: RunHistory) -> list[tuple[int, str]]:
+    """Return when ranks or replicas of an elastic job, or workers of servers, came or left: step and text."""
+    changes: list[tuple[int, str]] = []
+    before: str | None = None
+    for event in history.events:
+        step, size, replicas = (event.facts.get(name) for name in ("step", "size", "replicas"))
+        if not isinstance(step, int):
+            continue
+        if event.event == "lost" and isinstance(event.facts.get("rank"), int):
+            changes.append((step, f"rank {event.facts['rank']}, a worker, was lost at step {step}"))
+        elif event.event == "round" and isinstance(size, int):
+            present = count_text(size, "rank")
+            if isinstance(replicas, int) and 0 < replicas < size:
+                present = f"{count_text(replicas, 'replica')} of {count_text(size // replicas, 'rank')}"
+            if before is not None:
+                earlier = "as many as before" if before == present else f"{before} before"
+                changes.append((step, f"{present} from step {step} on, {earlier}"))
+            before = present
+    return changes
 
 
 def mean_times(history: RunHistory) -> dict[str, float]:

@@ -85,6 +85,20 @@ def test_weights_are_not_averaged_twice_in_a_step():
         hvd.Averaging(optimizer, "local:2")
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_the_warm_up_of_a_run_that_continues_is_not_made_again():
+    """pytorch/pytorch#74556: the steps were counted from 0 again, so each restart had a warm-up."""
+    saved, resumed = (averaging(two_layers().parameters(), "postlocal:5:4") for _ in range(2))
+    for _ in range(7):
+        step(saved)
+    resumed.load_state_dict(saved.state_dict())
+    rounds = []
+    for _ in range(4):
+        step(resumed)
+        rounds.append(resumed.is_averaged)
+    assert rounds == [False, True, False, False]
+
+
 @pytest.mark.parametrize(
     "wrap", [hvd.DistributedOptimizer, partial(hvd.Averaging, sync="local:2")], ids=["gradients", "weights"]
 )
@@ -172,6 +186,14 @@ def disagree_on_two_ranks():
         optimizer = averaging(weights if hvd.rank() else weights[::-1], sync)
         told[sync] = _error_of(lambda optimizer=optimizer: [step(optimizer) for _ in range(4)])
         hvd.barrier()
+    for sync in SYNCS[1:5]:
+        weights = list(two_layers().parameters())
+        weights[2].data += hvd.rank()  # of the last fragment
+        optimizer = averaging(weights, sync)
+        told[f"{sync} from other weights"] = _error_of(
+            lambda optimizer=optimizer: [step(optimizer) for _ in range(4)]
+        )
+        hvd.barrier()
     without_gradient, *_ = weights = list(two_layers().parameters())
     optimizer = averaging(weights, "local:2")
     for _ in range(2):
@@ -190,8 +212,11 @@ def _error_of(action):
 
 
 @pytest.mark.slow
-def test_ranks_that_list_their_parameters_in_other_orders_get_an_error_instead_of_mixed_weights():
-    """pytorch/pytorch#74894: which parameters a rank averaged depended on which had gradients there."""
+def test_ranks_with_other_orders_of_parameters_or_other_first_weights_get_an_error_instead_of_mixed_weights():
+    """pytorch/pytorch#74894: which parameters a rank averaged depended on which had gradients there.
+
+    PrimeIntellect-ai/prime-diloco#13: ranks began with other weights, which stayed apart in all rounds.
+    """
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
         results = run(disagree_on_two_ranks, np=2)

@@ -1,6 +1,8 @@
 """What jobs with parameter servers, or with replicas that come and go, do with what is lost, late or unequal."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch.distributed import HashStore
 
 from datasvc.errors import ConfigError
 from datasvc.ledger.leases import Leases, plan_shares
+from datasvc.models.saving.save_agreement import DueSaves
+from datasvc.models.saving.save_policy import SavePolicy, SaveScheduler
 from datasvc.planning.layout import Layout
 from datasvc.trainer.elastic.driver.actions import Announce
 from datasvc.trainer.errors import HorovodInternalError
@@ -16,7 +20,7 @@ from datasvc.trainer.recipes.servers.coordinate import _place
 from datasvc.trainer.servers.coordinator import Coordinator, Gate
 from datasvc.trainer.servers.leases import LeaseTable, Staleness
 from datasvc.trainer.servers.worker_client import WorkerClient
-from tests.trainer.elastic.driver.test_membership import ReplicaWorld
+from tests.trainer.elastic.driver.test_membership import ReplicaWorld, World
 from tests.trainer.recipes.layouts.test_places import NEW, held, pairs
 from tests.trainer.recipes.optimizers.test_leased_rounds import Ranks
 
@@ -28,15 +32,19 @@ def rate_at(position):
     return 0.1 if position < 3 * SIZE else 0.01
 
 
-def train(bound, work, num_workers=WORKERS):
-    """Train a weight of 0 on one server, with `work(client)` of each worker in a thread.
+def train(bound, work, num_workers=WORKERS, store=None, before=lambda _: None):
+    """Train a weight of 0 on one server, with `work(client)` of each worker in a thread, which calls `before` first.
 
     Returns the weight, the number of losses, and what the workers returned.
     """
-    store, shard = HashStore(), {"weights": {"w": torch.zeros(3)}, "moments": {}, "groups": [{"params": ["w"]}]}
+    store, shard = (
+        store or HashStore(),
+        {"weights": {"w": torch.zeros(3)}, "moments": {}, "groups": [{"params": ["w"]}]},
+    )
 
     def start(worker):
         try:
+            before(worker)
             return work(WorkerClient(store, worker=worker, num_servers=1, timeout_s=20, lost_after_s=60))
         except Exception as error:  # without its frames, which would keep the connection
             return repr(error)
@@ -194,3 +202,85 @@ def test_a_worker_that_ends_after_its_request_and_before_the_round_is_not_waited
     world.end("a:5:5")
     assert world.ranks() == ["a:2:2", "a:3:3", "a:0:0", "a:4:4"]
     assert not any(isinstance(action, Announce) for action in world.last)
+
+
+@pytest.mark.parametrize("bound", [0, None])
+def test_workers_begin_without_one_that_starts_late_and_takes_part_then(bound):
+    """dmlc/parameter_server#17: no worker began before all were there."""
+    has_begun, has_joined = threading.Event(), threading.Event()
+
+    def work(client):
+        num_parts = 0
+        while (grant := client.next_grant()) is not None:
+            num_parts += 1
+            if client._rank == 2:
+                has_joined.set()
+            elif num_parts == 3:
+                has_begun.set()
+                has_joined.wait()
+            client.push(grant, [[torch.ones(3)]], loss=1.0, num_targets=1)
+        return num_parts
+
+    _, num_losses, parts = train(bound, work, before=lambda worker: worker and has_begun.wait())
+    assert num_losses == STEPS
+    assert sum(parts) == STEPS * WORKERS
+    assert min(parts) >= 1
+
+
+def test_a_worker_that_was_lost_and_is_started_again_gets_an_error():
+    """apache/mxnet#2671: a worker that was started again waited, because the job counted it as present."""
+    store, has_first = HashStore(), threading.Event()
+
+    def work(client):
+        if client._rank == 2:
+            client.next_grant()
+            client.__exit__()
+            has_first.wait()
+            return repr(pytest.raises(HorovodInternalError, start_again).value)
+        grant = client.next_grant()
+        while grant is not None:
+            client.push(grant, [[torch.ones(3)]], loss=1.0, num_targets=1)
+            grant = client.next_grant()
+            has_first.set()
+        return None
+
+    def start_again():
+        WorkerClient(store, worker=1, num_servers=1, timeout_s=20, lost_after_s=60)
+
+    _, num_losses, (_, error) = train(None, work, store=store)
+    assert num_losses == STEPS
+    assert "server 0 (rank 0) did not connect" in error
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_saves_are_due_again_in_the_steps_that_a_run_repeats(num_ranks):
+    """AI-Hypercomputer/maxtext#5260: a save was lost, and none was due up to its step after the run had gone back."""
+    channel = SimpleNamespace(size=num_ranks, exchange=lambda answer: [answer] * num_ranks)
+    due = DueSaves(channel, SaveScheduler(SavePolicy(every_steps=20)), None, needs_clock=False)
+    steps = [*range(1, 26), *range(20, 45)]
+    assert [step for step in steps if due.decide(step, is_saving=False, if_idle=False)] == [20, 20, 40]
+
+
+def test_workers_that_were_killed_are_neither_counted_nor_waited_for():
+    """meta-pytorch/torchft#63: what was killed before the first quorum was a member of it; #35: a loss cost a timeout.
+
+    intelligent-machine-learning/dlrover#1087, #1357: the job waited for workers that had ended, and a new one had the
+    state of the one that it replaced. horovod/horovod#3014, #3264: a worker failed during the look-up of hosts, and
+    all ended with those of one host.
+    """
+    world = World(first_num_ranks=3, hosts_can_change=True)
+    world.hosts(a=2, b=1)
+    world.ask("a:0:0", "b:0:2")
+    world.end("b:0:2")
+    world.ask("a:1:1")
+    assert not world.seats
+    world.hosts(a=2, b=1, c=1)
+    world.come("c:0:3")
+    world.ask("c:0:3")
+    assert world.ranks() == ["a:0:0", "a:1:1", "c:0:3"]
+    world.end("a:0:0")
+    world.ask("c:0:3", serial=4)
+    world.hosts(a=2, b=1, c=1)
+    world.end("a:1:1")
+    assert world.ranks() == ["c:0:3"]
+    assert (world.now_s, world.finish) == (0.0, None)

@@ -45,9 +45,9 @@ def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
     the number of steps, and the center of EASGD or, of DiLoCo, outer weights and momenta, the residuals of the codec
     and the round in progress. With unequal delays, load a state only between rounds.
 
-    Ranks in different rounds get a HorovodInternalError that names both. Without an error they wait for each other
-    if, with "hierarchical", one is in a round of its node and one in a round of all, or if one has a codec and one
-    has none.
+    Ranks in different rounds get a HorovodInternalError that names both, as do ranks that begin EASGD or DiLoCo with
+    different weights, which would differ for ever. Without an error they wait for each other if, with "hierarchical",
+    one is in a round of its node and one in a round of all, or if one has a codec and one has none.
 
     Several ranks may have one replica of a model together. Then each averages with the ranks that have the same parts
     of the other replicas, its `process_set`. Of a sharded parameter (DTensor) these are the local parts.
@@ -293,16 +293,19 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         elif self._outer is None:
             self._replace_by_mean(weights, self._set)
         else:
-            self._pull(weights, self._outer.weights)
+            self._pull(weights, self._outer)
 
-    def _pull(self, weights: list[Tensor], center: list[Tensor]) -> None:
+    def _pull(self, weights: list[Tensor], outer: OuterOptimizer) -> None:
         """Move the weights by beta / ranks of their difference to the center, and the center by beta of the mean."""
+        center = outer.weights
         differences = [weight - middle for weight, middle in zip(weights, center, strict=True)]
         torch._foreach_sub_(weights, differences, alpha=self.sync_policy.beta / self._set.size())
-        self._replace_by_mean(differences, self._set)
+        self._replace_by_mean(differences, self._set, text=outer.compared_text(self._round_text()))
         torch._foreach_add_(center, differences, alpha=self.sync_policy.beta)
 
-    def _replace_by_mean(self, tensors: list[Tensor], process_set: ProcessSet, *, weight: float = 1.0) -> None:
+    def _replace_by_mean(
+        self, tensors: list[Tensor], process_set: ProcessSet, *, weight: float = 1.0, text: str | None = None
+    ) -> None:
         for parts in _group(tensors):
             flat = pack(parts)
             if weight != 1:
@@ -316,7 +319,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
                 is_grouped=True,
                 process_set=process_set,
                 layout=layout_of(parts),
-                round=self._round_text(),
+                round=text or self._round_text(),
             ).wait()
             unpack(flat, parts)
 

@@ -69,6 +69,18 @@ class OuterOptimizer:
         self._buckets: list[Bucket] = []
         self._has_sent_sums = True
         self.has_changed_weights = True
+        self._has_compared = False  # whether ranks with other outer weights would have had an error
+
+    def compared_text(self, text: str) -> str:
+        """Return the text of a round, which all ranks compare; of the first one, with a checksum of the weights.
+
+        All ranks add the same to their outer weights. Ranks that begin with others would differ for ever.
+        """
+        if self._has_compared:
+            return text
+        self._has_compared = True
+        sums = [_sum_bits(weight.detach()) for weight in self.weights]
+        return f"{text}, which begins with weights of the checksum {sum(sums) % (1 << 64):016x}"
 
     def before_step(self, step: int) -> None:
         """Send again what a loaded state had sent. `step` is the number of steps so far."""
@@ -106,7 +118,7 @@ class OuterOptimizer:
         policy = self._policy
         # Without the numbers of steps: each rank may make steps of its own number in a round.
         text = f"round {policy.last_round(step)} of diloco, fragments={policy.fragments}, codec={policy.codec}"
-        reduction = GradientReduction(round=text, process_set=self._set)
+        reduction = GradientReduction(round=self.compared_text(text), process_set=self._set)
         for position, change in self._changes.items():
             self.weights[position].grad = change
         groups = group_alike({position: self.weights[position] for position in self._changes})
@@ -186,6 +198,12 @@ class OuterOptimizer:
         for bucket in self._buckets:
             bucket.drop()
         self._buckets, self._changes = [], {}
+
+
+def _sum_bits(tensor: Tensor) -> int:
+    """Return the sum of the bits of the elements, as integers: independent of the order, unlike that of floats."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return int(real.view(torch.int32 if real.element_size() == 4 else torch.int64).sum())
 
 
 def group_alike(tensors: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:

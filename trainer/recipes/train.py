@@ -154,7 +154,10 @@ def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetP
             run = start(memory.config, events, memory.snapshot, forget=forget)
             if memory.lost_parts and hvd.rank() == 0:
                 events.report("state_lost", parts=list(memory.lost_parts), step=run.step, version=run.version)
-            events.report("round", rank=hvd.rank(), size=hvd.size(), step=run.step, sync_s=memory.sync_s)
+            replicas = hvd.size() // count_replica_ranks(config)
+            events.report(
+                "round", rank=hvd.rank(), size=hvd.size(), replicas=replicas, step=run.step, sync_s=memory.sync_s
+            )
             with memory.holding(run):
                 if memory.snapshot is not None and run.is_over:
                     # A rank was lost during the last evaluation, or while the last checkpoint was written. A second

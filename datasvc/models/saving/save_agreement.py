@@ -40,6 +40,7 @@ class DueSaves:
         # Without a clock and signals, the decision depends only on the step number, so the ranks need no exchange.
         self._needs_exchange = needs_clock or preemption is not None
         self._next_check = 0  # step at which the ranks next exchange messages
+        self._last_step = -1
         self.stop_signal: int | None = None
 
     def decide(self, step: int, *, is_saving: bool, if_idle: bool, since: int | None = None) -> bool:
@@ -56,6 +57,9 @@ class DueSaves:
             UnavailableError: a rank is lost.
         """
         self._scheduler.end_step(is_saving=is_saving)
+        if step <= self._last_step:
+            self._next_check = 0  # the run has gone back to an earlier state
+        self._last_step = step
         # Rank 0 has computed `_next_check` for all ranks, so all of them skip the same exchanges.
         if self._channel.size > 1 and step < self._next_check and not if_idle:
             return False

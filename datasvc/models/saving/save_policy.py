@@ -208,11 +208,11 @@ class SaveScheduler:
     def decide(self, step: int, *, is_saving: bool, since: int | None = None) -> SaveDecision:
         """Decide whether to save after `step`, which has just ended, and at which step to check again.
 
-        The first call counts the steps after `since`, by default this one alone.
+        The first call, and one of a run that has gone back, counts the steps after `since`, by default this one alone.
         """
-        before = step - 1 if since is None else since
-        last_check = before if self._last_check is None else self._last_check
-        self._last_check = step
+        last_check, self._last_check = self._last_check, step
+        if last_check is None or last_check >= step:
+            last_check = step - 1 if since is None else since
         is_due = self._is_due(last_check, step, is_saving=is_saving)
         return SaveDecision(is_due, step + self._steps_to_next_check(last_check, step))
 

@@ -238,6 +238,8 @@ class Execution:
         sync: who waits for whom, such as "bsp" or "local:8", as in docs/explanation/waiting.md; "": not recorded.
         sync_steps: optimizer steps between two rounds of a parameter, of all ranks; 0: not recorded.
         outer_optimizer: what the exchanges do beside averaging: "nesterov", "center", or "".
+        staleness: of parameter servers, largest number of steps by which a worker may be ahead of the slowest; None:
+            no bound, or no servers.
         tournament: rounds and last comparison of replicas, as `optimizer.tournament.describe()` of
             `datasvc.trainer.Averaging` returns them: the field `tournament` of the entry.
 
@@ -253,6 +255,7 @@ class Execution:
     sync: str = ""
     sync_steps: int = 0
     outer_optimizer: str = ""
+    staleness: int | None = None
     tournament: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -269,13 +272,17 @@ class Execution:
                 raise ConfigError(f"{name} is {text!r}; expected a text such as {example!r}")
         if type(self.sync_steps) is not int or self.sync_steps < 0:
             raise ConfigError(f"sync_steps is {self.sync_steps!r}; expected a number of steps, 0 or more")
+        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
+            raise ConfigError(f"staleness is {self.staleness!r}; expected a number of steps, 0 or more, or None")
         object.__setattr__(self, "tournament", _check_tree(self.tournament, "tournament"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the field `execution` of an entry, which lacks `tournament`."""
-        averaging = {"sync": self.sync, "sync_steps": self.sync_steps, "outer_optimizer": self.outer_optimizer}
+        averaging = {name: getattr(self, name) for name in ("sync", "sync_steps", "outer_optimizer", "staleness")}
         # As texts, because earlier releases accept no other values here.
-        recorded = {name: str(value) for name, value in averaging.items() if value}
+        recorded = {
+            name: str(value) for name, value in averaging.items() if value or (name, value) == ("staleness", 0)
+        }
         return {
             **{name: value for name, value in vars(self).items() if name not in (*averaging, "tournament")},
             **recorded,

@@ -11,6 +11,7 @@ from datasvc.cli.main import make_app
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models import Execution, describe_model, save
 from datasvc.models.versions.entry_fields import check_fields
+from datasvc.trainer.recipes.servers.coordinate import describe_server_execution
 
 STATE = {"w": torch.ones(2)}
 HYBRID = Execution({"data": 2, "tensor": 4}, "hybrid", communication="all-reduce, reduce-scatter")
@@ -32,6 +33,7 @@ def run(*words):
         ({"communication": 3}, "communication is 3"),
         ({"sync": 8}, "sync is 8; expected a text such as 'local:8'"),
         ({"sync_steps": "8"}, "sync_steps is '8'; expected a number of steps"),
+        ({"staleness": -1}, "staleness is -1; expected a number of steps, 0 or more, or None"),
     ],
 )
 def test_what_is_not_on_the_axes_is_refused(wrong, message):
@@ -76,6 +78,8 @@ def test_find_filters_by_who_waits_for_whom_and_show_prints_it(repository):
     averaged = Execution(sync="diloco:32", sync_steps=32, outer_optimizer="nesterov", consistency="bounded")
     save(repository, "net", STATE, step=2, execution=averaged)
     save(repository, "net", STATE, step=3, execution=Execution(sync="local:8", sync_steps=8))
+    for step, sync in ((4, "ssp:0"), (5, "ssp:3"), (6, "async")):
+        save(repository, "net", STATE, step=step, execution=describe_server_execution(sync, 3, 2))
     entry = describe_model(repository, "net@2").entry
     check_fields(entry, "net@2")
     assert (entry["execution"]["sync"], entry["execution"]["sync_steps"]) == ("diloco:32", "32")
@@ -84,13 +88,16 @@ def test_find_filters_by_who_waits_for_whom_and_show_prints_it(repository):
         ("execution.sync_steps = 8", [3]),
         ("execution.sync_steps::int >= 8", [3, 2]),
         ("execution.outer_optimizer = 'nesterov'", [2]),
-        ("execution.sync != 'bsp'", [3, 2]),
+        ("execution.sync != 'bsp'", [6, 5, 4, 3, 2]),
+        ("execution.staleness::int <= 3", [5, 4]),
+        ("execution.staleness = 0", [4]),
     ):
         found = json.loads(run("find", condition, "--repo", repository.url, "--json").stdout)
         assert [version["version"] for version in found] == versions, condition
-    shown = [run("show", f"net@{number}", "--repo", repository.url).stdout for number in (1, 2)]
+    shown = [run("show", f"net@{number}", "--repo", repository.url).stdout for number in (1, 2, 5)]
     assert "diloco:32 (steps of a round: 32, outer optimizer: nesterov)" in " ".join(shown[1].split())
     assert "steps of a round" not in shown[0]
+    assert "ssp:3 (steps of a round: 1, steps ahead: 3)" in " ".join(shown[2].split())
 
 
 def test_an_entry_of_a_wrong_form_is_named(repository):

@@ -30,6 +30,7 @@ from datasvc.trainer.recipes.start import start
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_norms
 from datasvc.trainer.recipes.train import end, end_epoch, leave, report_not_finite, report_step
 from datasvc.trainer.servers.coordinator import Coordinator, Gate
+from datasvc.trainer.servers.leases import parse_staleness
 from datasvc.trainer.servers.parameter_shard import put_back, take_shard
 
 
@@ -83,7 +84,7 @@ def _train(run: Run, config: TrainConfig, job: ServerJob) -> None:
             "names": [list(part) for part in parts],
             "loader": run.loader.state_dict(),
         },
-        on_lost=lambda worker: run.events.report("lost", rank=job.num_servers + worker, worker=worker),
+        on_lost=lambda worker: run.events.report("lost", rank=job.num_servers + worker, worker=worker, step=run.step),
         timeout_s=job.timeout_s,
         lost_after_s=config.lost_after,
     ) as coordinator:
@@ -118,6 +119,7 @@ def describe_server_execution(sync: str, num_workers: int, num_servers: int) -> 
         communication="point-to-point",
         sync=sync,
         sync_steps=1,
+        staleness=parse_staleness(sync).bound,
     )
 
 
