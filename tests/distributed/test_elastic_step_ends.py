@@ -23,9 +23,9 @@ JOB_TIMEOUT_S = 240.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# The training program, whose workers report each update that they have made. Worker 1 kills itself in the backward
-# pass of a step, or after its update and that of worker 2. Worker 0 then loses the connection between its last
-# collective of this step and its update.
+# The training program, whose workers report each update that they have made. Worker 1 kills or stops itself in the
+# backward pass of a step, or kills itself after its update and that of worker 2. Worker 0 then loses the connection
+# between its last collective of this step and its update.
 PROGRAM = """
 import json, os, pathlib, signal, time
 import datasvc.trainer as hvd
@@ -43,7 +43,8 @@ def wait_for(path):
 def update(run, batch, mark):
     if number == 1 and run.step == scenario.get("backward"):
         weight = run.optimizer.param_groups[0]["params"][0]
-        weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        sent = getattr(signal, scenario.get("signal", "SIGKILL"))
+        weight.register_hook(lambda gradient: os.kill(os.getpid(), sent))
     if number == 0 and run.step == scenario.get("cut") and not dying.exists():
         real_synchronize = run.optimizer.synchronize
         def synchronize():
@@ -115,8 +116,16 @@ def expected(url, tmp_path_factory):
     return jobs.trained("begun")
 
 
-# In the second case, workers 1 and 2 have made the last update, and worker 0 has not.
-@pytest.mark.parametrize(("name", "scenario"), [("in-backward", {"backward": STEP}), ("cut", {"cut": STEP - 1})])
+# In the second case, workers 1 and 2 have made the last update, and worker 0 has not. In the third one, no connection
+# is lost: the others and the launcher would wait for half an hour and for ten minutes.
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [
+        ("in-backward", {"backward": STEP}),
+        ("cut", {"cut": STEP - 1}),
+        ("stopped", {"backward": STEP, "signal": "SIGSTOP"}),
+    ],
+)
 def test_the_others_go_on_after_the_last_step_with_the_bits_of_a_job_that_stopped_there(
     url, expected, tmp_path, name, scenario
 ):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from datasvc.trainer.env.environment import RankPlacement
 
@@ -93,6 +93,14 @@ class ScriptError:
 
 
 @dataclass(frozen=True)
+class SilentRanks:
+    """Report that members of a round do not answer the others, as if they were stopped; `ranks` are their numbers."""
+
+    round_number: int
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
 class RankAssignment:
     """Answer to a request: the rank of a worker in a round.
 
@@ -124,7 +132,7 @@ class Notice:
     result: int = 0
 
 
-Message = RankRequest | ScriptError | RankAssignment | Leave | Notice
+Message = RankRequest | ScriptError | SilentRanks | RankAssignment | Leave | Notice
 
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
@@ -156,7 +164,7 @@ def decode(data: bytes) -> Message:
 def _checked(value: Any) -> Any:
     """Return a dataclass. Raises TypeError: a field has another type than declared."""
     for name, kind in get_type_hints(type(value)).items():
-        if not isinstance(getattr(value, name), kind):
+        if not isinstance(getattr(value, name), get_origin(kind) or kind):
             raise TypeError(f"{name} is {getattr(value, name)!r}; expected {kind.__name__}")
     return value
 

@@ -177,6 +177,13 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             self._send(messages.ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
 
+    def report_silent(self, ranks: Sequence[int]) -> None:
+        """Report to the driver that ranks of this round do not answer: it ends their processes, if they still run."""
+        assert self.assignment is not None, "a round has begun"
+        # If the driver cannot be reached, the next request for a rank raises an error.
+        with contextlib.suppress(RuntimeError):
+            self._send(messages.SilentRanks(self.assignment.round_number, list(ranks)))
+
     def begin_training(self) -> None:
         """Report to the driver that the training function runs.
 
@@ -197,7 +204,7 @@ class Rendezvous:
         if not self._is_training:
             self.end_training()
 
-    def _send(self, message: messages.RankRequest | messages.ScriptError) -> None:
+    def _send(self, message: messages.RankRequest | messages.ScriptError | messages.SilentRanks) -> None:
         self._store.queue_push(messages.MESSAGE_QUEUE, messages.encode(message))
 
 

@@ -208,7 +208,7 @@ class SaveScheduler:
     def decide(self, step: int, *, is_saving: bool, since: int | None = None) -> SaveDecision:
         """Decide whether to save after `step`, which has just ended, and at which step to check again.
 
-        The first call, and one of a run that has gone back, counts the steps after `since`, by default this one alone.
+        The first call counts the steps after `since`, by default this one alone, as does one with an earlier step.
         """
         last_check, self._last_check = self._last_check, step
         if last_check is None or last_check >= step:

@@ -299,6 +299,8 @@ class _Driver:
             return self._membership.rank_requested(message, time.monotonic())
         if isinstance(message, messages.ScriptError):
             return self._membership.script_failed(message, time.monotonic())
+        if isinstance(message, messages.SilentRanks):
+            return self._membership.ranks_silent(message, time.monotonic())
         return [
             PrintMessage(
                 f"ignored a message in the store of the job: {type(message).__name__} is none for the driver"

@@ -42,7 +42,14 @@ from datasvc.trainer.elastic.driver.workers import (
     plan_placements,
 )
 from datasvc.trainer.launch.ranks.job import Host
-from datasvc.trainer.rendezvous.messages import HostUpdateResult, Notice, RankAssignment, RankRequest, ScriptError
+from datasvc.trainer.rendezvous.messages import (
+    HostUpdateResult,
+    Notice,
+    RankAssignment,
+    RankRequest,
+    ScriptError,
+    SilentRanks,
+)
 
 # Workers that have joined wait for those that are still starting for at most this time.
 _JOIN_TOGETHER_S = 60.0
@@ -107,6 +114,17 @@ class JobMembership:
         if worker is not None:
             worker.failing_since_s = now_s
         return self._advance(now_s)
+
+    def ranks_silent(self, report: SilentRanks, now_s: float) -> list[Action]:
+        """Handle the report of a member that others of its round do not answer. End their processes.
+
+        The others may wait for them in a collective that only the end of their connections ends.
+        """
+        actions: list[Action] = []
+        for worker in self._workers.in_phase(Phase.MEMBER) if report.round_number == self._round else ():
+            if worker.old_rank in report.ranks and not self._is_over:
+                actions += self._terminate(worker, "gave no sign of life and is terminated", now_s)
+        return self._cut_after_finish([*actions, *self._advance(now_s)])
 
     def worker_ended(
         self,
@@ -260,17 +278,22 @@ class JobMembership:
                     PrintMessage(f"still waiting: {worker.describe()} did not {duty} within {NOTE_TIME_S:g} s")
                 )
                 continue
-            was_member = worker.phase is Phase.MEMBER  # read before `stop` changes the phase
-            trouble = f"did not {duty} in time and is terminated"
-            if worker.phase is Phase.LEAVING:  # its end is expected, so it is no death
-                actions.append(PrintMessage(f"{worker.describe()} {trouble}"))
-            else:
-                # The worker has no return code yet, so take 1, the status of a general error.
-                actions += self._add_death(Death(worker, 1, trouble, has_started=False), now_s)
-            worker.stop(now_s)
-            actions.append(TerminateWorker(worker.name))
-            if was_member:
-                actions.append(Break(self._round, f"{worker.describe()} does not respond"))
+            actions += self._terminate(worker, f"did not {duty} in time and is terminated", now_s)
+        return actions
+
+    def _terminate(self, worker: Worker, trouble: str, now_s: float) -> list[Action]:
+        """Terminate a worker for which the others wait."""
+        actions: list[Action] = []
+        was_member = worker.phase is Phase.MEMBER  # read before `stop` changes the phase
+        if worker.phase is Phase.LEAVING:  # its end is expected, so it is no death
+            actions.append(PrintMessage(f"{worker.describe()} {trouble}"))
+        else:
+            # The worker has no return code yet, so take 1, the status of a general error.
+            actions += self._add_death(Death(worker, 1, trouble, has_started=False), now_s)
+        worker.stop(now_s)
+        actions.append(TerminateWorker(worker.name))
+        if was_member:
+            actions.append(Break(self._round, f"{worker.describe()} does not respond"))
         return actions
 
     def _announce_joined_at_s(self) -> float | None:

@@ -58,6 +58,8 @@ class LostRankWatch:
     Args:
         lost_after_s: seconds without a sign of life after which a rank is asked whether it runs.
         store: store of the round of an elastic job, over a connection of its own; None: the job is not elastic.
+        has_whole_model: whether each rank has the whole model. Such a rank is not ended: it may compute for long, as
+            in an evaluation, and the engine finds what the launcher reports.
         end: called if the main thread does not leave its collectives after a report, or leaves them by an error and
             then does not end; default: end the process.
     """
@@ -67,14 +69,15 @@ class LostRankWatch:
         *,
         lost_after_s: float = LOST_AFTER_S,
         store: RoundStore | None = None,
+        has_whole_model: bool = False,
         end: Callable[[], None] | None = None,
     ) -> None:
         self._rank, self._size = hvd.rank(), hvd.size()
         self._lost_after_s = lost_after_s
-        self._end = end or self._end_process
+        self._end = end or ((lambda: None) if has_whole_model else self._end_process)
         # A connection of its own: the main thread may wait in the other one.
         self._store: Store = cast("Any", _get_default_store()).clone() if store is None else store
-        self._find_broken: Callable[[], str] = (lambda: "") if store is None else store.find_broken
+        self._find_broken: Callable[[], str] = (lambda: "") if store is None or has_whole_model else store.find_broken
         self._leave_s = _LEAVE_S if store is None else _ELASTIC_LEAVE_S
         again = "start the job again: it continues its newest version, also with another layout"
         self._remedy = again if store is None else "the job continues with the ranks that are left"
@@ -87,7 +90,7 @@ class LostRankWatch:
         self._explained: HorovodInternalError | None = None
         self._threads = [
             threading.Thread(target=target, name="lost-ranks", daemon=True)
-            for target in (self._watch, self._watch_store)
+            for target in ((self._watch,) if has_whole_model else (self._watch, self._watch_store))
         ]
         for thread in self._threads:
             thread.start()
@@ -186,6 +189,8 @@ class LostRankWatch:
         if lost:
             ranks = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
             silence = f", without a sign of life for {self._lost_after_s:g} s" if reason == _SILENCE else ""
+            if (rendezvous := current_rendezvous()) is not None:
+                rendezvous.report_silent(lost)
             self._report(f"{ranks} lost, of {self._size}{silence}: read the output there, and {self._remedy}")
         elif reason == _FAILURE:
             self._report(f"a connection was lost, and all ranks run: {self._remedy}")
@@ -266,21 +271,24 @@ def explaining_lost_ranks(watch: LostRankWatch | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching_round(config: Any) -> Iterator[LostRankWatch | None]:
-    """Watch the ranks of a round of an elastic run, in the context; None if each has the whole model.
+    """Watch the ranks of a round of an elastic run, in the context; yield None if each has the whole model.
 
-    Its collectives then fail with those of the engine, which finds lost ranks itself. Every rank calls this, after
-    the rendezvous. `config` has the settings of the run, a `TrainConfig`.
+    Its collectives then fail with those of the engine, which finds ranks itself that close their connections. Every
+    rank calls this, after the rendezvous. `config` has the settings of the run, a `TrainConfig`.
     """
     rendezvous = current_rendezvous()
-    if config.layout is None or replica_size_of(config.layout) == 1:
+    has_whole_model = config.layout is None or replica_size_of(config.layout) == 1
+    if has_whole_model and (rendezvous is None or hvd.size() == 1):
         yield None
         return
     store = None if rendezvous is None else rendezvous.watched_store(os.environ)
-    watch = LostRankWatch(lost_after_s=config.lost_after, store=store)
+    watch = LostRankWatch(lost_after_s=config.lost_after, store=store, has_whole_model=has_whole_model)
     try:
-        yield watch
+        yield None if has_whole_model else watch
     except BaseException:
-        _drop_groups()
+        watch.leave()
+        if not has_whole_model:
+            _drop_groups()
         raise
     finally:
         watch.close()

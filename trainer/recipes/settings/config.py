@@ -59,8 +59,8 @@ class LayoutSettings(SettingGroup):
         offload_activations: whether the activations of each block are in host memory until the backward pass.
         offload: whether parameters, gradients and optimizer state are in host memory; needs the axis shard.
         lost_after: seconds without a sign of life of a rank after which the others ask whether it runs, and end the
-            run if it does not answer; with parameter servers, after which the job goes on without a worker, or ends
-            for a server. The connections of a process that has ended tell sooner.
+            run if it does not answer, or with `elastic` go on without it; with parameter servers, after which the job
+            goes on without a worker, or ends for a server. The connections of a process that has ended tell sooner.
     """
 
     title: ClassVar[str] = "layout of the ranks"
@@ -177,10 +177,10 @@ class TrainConfig(
                 "number; give --op average, or leave out --elastic"
             )
         sizes = {} if self.layout is None else parse_sizes(self.layout)
-        if self.lost_after != LOST_AFTER_S and not (sizes.keys() - {"data"} or self.uses_servers):
+        if self.lost_after != LOST_AFTER_S and not (sizes.keys() - {"data"} or self.uses_servers or self.elastic):
             raise ConfigError(
-                f"lost_after is {self.lost_after:g}; it is for layouts of other axes than data, and for parameter "
-                f"servers: give a --layout, or leave it at {LOST_AFTER_S:g}"
+                f"lost_after is {self.lost_after:g}; it is for layouts of other axes than data, parameter servers "
+                f"and elastic runs: give a --layout or --elastic, or leave it at {LOST_AFTER_S:g}"
             )
         check_exclusions(self)
         # Created only for its errors about the milestones.

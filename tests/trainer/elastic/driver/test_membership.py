@@ -15,7 +15,7 @@ from datasvc.trainer.elastic.driver.actions import (
 from datasvc.trainer.elastic.driver.limits import Limits, plan_limits
 from datasvc.trainer.elastic.driver.membership import JobMembership
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, LaunchJob
-from datasvc.trainer.rendezvous.messages import RankRequest, ScriptError
+from datasvc.trainer.rendezvous.messages import RankRequest, ScriptError, SilentRanks
 
 TIMEOUT_S = 100.0
 
@@ -504,6 +504,18 @@ def test_a_member_that_does_not_ask_while_the_others_do_is_ended_and_left_out():
     assert world.ranks() == ["a:0:0", "c:0:2"]
     world.end("b:0:1")
     assert world.finish is None
+
+
+def test_members_that_do_not_answer_the_others_are_ended_at_once():
+    world = running(3, {"a": 1, "b": 1, "c": 1})
+    report = SilentRanks(1, [1])
+    world.take(world.membership.ranks_silent(report, world.now_s))
+    assert world.kinds(TerminateWorker) == [TerminateWorker("b:0:1")]
+    assert world.kinds(Break) == [Break(1, "rank 1, worker b:0:1 does not respond")]
+    assert "rank 1, worker b:0:1 gave no sign of life and is terminated; host b gets no new ranks" in world.said[-1]
+    world.ask("a:0:0", "c:0:2", serial=5)
+    assert world.ranks() == ["a:0:0", "c:0:2"]
+    assert world.take(world.membership.ranks_silent(report, world.now_s)) == []  # rank 1 is another one now
 
 
 def test_a_member_that_is_busy_for_longer_than_a_collective_may_take_stays():

@@ -103,8 +103,10 @@ def test_a_lost_rank_is_reported_within_10_s():
     assert seen_s + silent_s + answered_s <= 10.0
 
 
-def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch):
-    store = SharedStore()
+def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch, monkeypatch):
+    store, reported = SharedStore(), []
+    elastic = SimpleNamespace(report_silent=reported.append)
+    monkeypatch.setattr(lost_ranks, "current_rendezvous", lambda: elastic)
     store.set("layout/beat/1", "7")
     store.set("layout/beat/2", "9")
     alone = watch(store, 0)
@@ -112,6 +114,7 @@ def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch)
     text = str(alone.explain(RuntimeError("gloo: closed")))
     assert "ranks 1, 2 were lost, of 3, without a sign of life for 0.3 s: read the output there" in text
     assert text.endswith("(gloo: closed)")
+    assert reported == [[1, 2]]  # to the launcher of an elastic job
 
 
 def test_a_rank_that_fails_reports_which_rank_is_lost(watch, monkeypatch):
