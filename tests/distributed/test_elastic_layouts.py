@@ -115,7 +115,7 @@ def check_audit(folder):
 
 def test_two_replicas_are_lost_and_one_comes_back_and_each_sample_is_consumed_once(jobs, tmp_path):
     hosts = ListedHosts(tmp_path, "localhost:6")
-    words = ("--sync", "diloco:4", "--epochs", "5", "--optimizer", "adamw", "--learning-rate", "0.003")
+    words = ("--sync", "diloco:4", "--epochs", "8", "--optimizer", "adamw", "--learning-rate", "0.003")
     undisturbed = jobs.run("undisturbed", "replica=3,shard=2", *words, ranks=6)
     events = jobs.run(
         "changing",
@@ -129,9 +129,9 @@ def test_two_replicas_are_lost_and_one_comes_back_and_each_sample_is_consumed_on
     assert rounds(events) == [(6, 0), (4, 8), (6, 20), (4, 28)]
     check_audit(tmp_path / "ledger")
     found, expected = losses(events), losses(undisturbed)
-    assert sorted(found) == sorted(expected) == list(range(1, 5 * STEPS_PER_EPOCH + 1))
+    assert sorted(found) == sorted(expected) == list(range(1, 8 * STEPS_PER_EPOCH + 1))
     assert all(loss < 4.0 for loss in found.values())
-    assert found[40] == pytest.approx(expected[40], rel=0.2)
+    assert found[64] == pytest.approx(expected[64], rel=0.2)
 
 
 def test_ranks_that_make_each_step_together_train_as_those_of_the_axis_data(jobs):

@@ -34,6 +34,7 @@ MODULES: Final = {
     "averaging": "averaging",
     "sync_curves": "sync_curves",
     "slow_worker": "slow_worker",
+    "lost_ranks": "lost_ranks",
     "compressed_gradients": "compressed_gradients",
     "compression_advice": "compressed_gradients",
     "plan_check": "plan_check",
