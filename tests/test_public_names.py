@@ -81,6 +81,7 @@ NOT_ON_THE_FACADE = {
     "describe_log": "JSON values of what `repo.datasets.log(name)` returns",
     "describe_conflicts": "a line of text, of the conflicts that the report has",
     "describe_spread": "a line of text, of a number that the report and the entry have",
+    "describe_compression": "a line of text, of what the report and the entry have",
     "unread_pictures": "a line of text, of the ignored files that the report has",
     "summarize_datasets": "`repo.datasets.ls()`",
     "check_target": "`repo.models.export` checks its folder",

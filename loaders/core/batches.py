@@ -22,7 +22,6 @@ from datasvc.loaders.core.split_reader import Cursor, ShardPart, SplitReader
 from datasvc.order import OrderConfig, Step, Tail
 from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.format.mapped_file import Bytes
-from datasvc.shards.format.reader import python_value, text_errors
 from datasvc.shards.format.schema import LABEL
 
 __all__ = ["BatchDecoder", "Cursor", "SampleBatch", "SampleBatches", "ShardPart"]
@@ -405,9 +404,6 @@ def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any
     lists: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
     for part in batch.parts:
         for name, values in lists.items():
-            if name in part.shard.schema.names:
-                stored = part.shard.column(name)
-                with text_errors(part.shard.name):
-                    for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
-                        values[index] = python_value(stored[row])
+            for index, value in zip(part.indices.tolist(), part.shard.items(name, part.rows), strict=True):
+                values[index] = value
     return lists

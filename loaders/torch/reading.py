@@ -23,7 +23,6 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import check_column
 from datasvc.shards import Shard, ShardStore, Split
-from datasvc.shards.format.reader import python_value, text_errors
 from datasvc.shards.format.shard_stores import open_listed_shard
 
 # A mapped shard uses two file descriptors, and the limit of a process is often 1024.
@@ -153,17 +152,5 @@ def check_columns(split: Split, columns: Sequence[str] | None) -> tuple[str, ...
 
 def _read_rows(shard: Shard, rows: Integers, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return samples of a shard by the rows in its file; None for a column that the shard lacks."""
-    stops = np.cumsum([batch.num_rows for batch in shard.batches])
-    samples = []
-    for row in rows.tolist():
-        batch_index = int(np.searchsorted(stops, row, side="right"))
-        batch = shard.batches[batch_index]
-        row_in_batch = row - (int(stops[batch_index - 1]) if batch_index else 0)
-        with text_errors(shard.name):
-            samples.append(
-                {
-                    name: python_value(batch.column(name)[row_in_batch]) if name in shard.schema.names else None
-                    for name in columns
-                }
-            )
-    return samples
+    values = [shard.items(name, rows) for name in columns]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]

@@ -73,7 +73,7 @@ from datasvc.shards.format.overlays import (
 from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.salvage import missing_rows, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.format.schema import has_compression, shard_schema, with_compression
 from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.format.view_table import EpochGrid, Packing, ViewOrigin, WeightPack
 from datasvc.shards.ingestion.plan import plan_shards
@@ -225,6 +225,25 @@ def write_shard(samples=SAMPLES):
         for sample in samples:
             writer.append(sample)
     return sink.getvalue(), writer.layout
+
+
+CAPTIONED = with_compression(
+    shard_schema([*image_schema(labelled=True), pa.field("caption", pa.string())]), compressed=True
+)
+CAPTIONS = [
+    {**LARGE[0], "key": f"cat/{number}.jpg", "image": bytes([number]) * (1 << 14), "caption": "a cat " * number}
+    for number in range(9, 17)
+]
+
+
+def captioned_shard():
+    """Return a shard with compressed captions, and its index."""
+    sink = io.BytesIO()
+    with ShardWriter(sink, CAPTIONED) as writer:
+        for sample in CAPTIONS:
+            writer.append(sample)
+    digests = digest_batch(pa.RecordBatch.from_pylist(CAPTIONS, CAPTIONED))
+    return sink.getvalue(), SampleIndex.build([each["key"] for each in CAPTIONS], *digests, writer.layout)
 
 
 def shard_bytes():
@@ -511,6 +530,9 @@ def written(folder):
         "weights-1.arrow": weights_bytes(folder),
         "table-4.arrow": packed_table().encode(),
         "packs-1.arrow": packs_bytes(folder),
+        "table-5.arrow": dataclasses.replace(table(), sample_schema=CAPTIONED).encode(),
+        "shard-2.arrow": captioned_shard()[0],
+        "index-2-compressed.arrow": captioned_shard()[1].encode(),
         "epoch-grid-1.json": json.dumps(grids(), indent=1, sort_keys=True).encode(),
         "index-2.arrow": index().encode(),
         "index-2-frame.arrow": index(LARGE).encode(),
@@ -543,7 +565,7 @@ ONLY_READ = {
     "signal-1.parquet",
 }
 # Written anew they may differ: what zstd makes of bytes is its own affair.
-COMPRESSED = set(PLANES) | {"weights-1.arrow", "packs-1.arrow"}
+COMPRESSED = set(PLANES) | {"weights-1.arrow", "packs-1.arrow", "shard-2.arrow", "index-2-compressed.arrow"}
 
 
 def golden(name):
@@ -595,6 +617,28 @@ def test_a_shard_of_format_1_opens():
     shard = Shard.from_bytes(golden("shard-1.arrow"), "golden")
     assert [shard.sample(row) for row in range(2)] == SAMPLES
     assert [view.tobytes() for view in shard.blobs("image", np.arange(2))] == [each["image"] for each in SAMPLES]
+
+
+def test_a_shard_of_format_2_opens_with_its_compressed_columns(tmp_path):
+    (tmp_path / "shard").write_bytes(golden("shard-2.arrow"))
+    assert b"a cat a cat" not in golden("shard-2.arrow")
+    shard = Shard.map(tmp_path / "shard")
+    assert [shard.sample(row) for row in range(8)] == CAPTIONS
+    assert pa.ipc.open_file(golden("shard-2.arrow")).read_all().to_pylist() == CAPTIONS
+    # Samples are read one by one from the index and the ranges of their images.
+    index = SampleIndex.decode(golden("index-2-compressed.arrow"), "golden")
+    part = PartialShard(ObjectInfo(digest_of(golden("shard-2.arrow")), shard._file.mapping.size()), index, "golden")
+    assert part.items("caption", np.arange(8)) == [each["caption"] for each in CAPTIONS]
+    (read,) = part.plan(np.array([7]))
+    part.add(read, [golden("shard-2.arrow")[span.offset :][: span.length] for span in read.spans])
+    assert part.sample(7) == CAPTIONS[7]
+    assert read.size_bytes == 1 << 14
+
+
+def test_a_shard_table_of_format_5_is_of_shards_with_compressed_columns():
+    found = ShardTable.decode(golden("table-5.arrow"), "golden")
+    assert has_compression(found.sample_schema)
+    assert found.rows == table().rows
 
 
 def test_a_shard_table_of_format_1_opens():

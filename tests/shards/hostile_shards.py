@@ -19,11 +19,11 @@ import pyarrow as pa
 from datasvc.errors import DatasvcError
 from datasvc.repository import Repository
 from datasvc.shards import Shard, open_dataset
-from datasvc.shards.format import writer
+from datasvc.shards.format import compressed_batches, writer
 from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.salvage import readable_identities
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import is_blob, shard_schema
+from datasvc.shards.format.schema import is_blob, shard_schema, with_compression
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.verify import verify
 from tests.shards.written_versions import write_version
@@ -173,8 +173,10 @@ def main():
     folder = Path(sys.argv[1])
     rng = random.Random(int(sys.argv[2]))
     writer.BATCH_SAMPLES = 9  # several record batches
+    compressed_batches._MIN_RATIO = 0
+    schema = with_compression(SCHEMA, compressed=sys.argv[3] == "compressed")
     repository = Repository.create(str(folder / "repository"))
-    write_version(repository, "pets", {"train": [[sample(number) for number in range(40)]]}, SCHEMA)
+    write_version(repository, "pets", {"train": [[sample(number) for number in range(40)]]}, schema)
     table = open_dataset(repository, "pets")["train"].table
     info = table.shard(0)
     shard, index = (repository.objects.read(digest) for digest in (info.digest, table.index(0)))

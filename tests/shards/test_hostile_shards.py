@@ -17,7 +17,7 @@ from datasvc.loaders.torch import Dataset
 from datasvc.repository import Repository
 from datasvc.shards import Shard, image_schema, open_dataset
 from datasvc.shards.format.ipc_reader import read_table
-from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.format.schema import shard_schema, with_compression
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.query.query import query
 from datasvc.shards.versions.verify import verify
@@ -31,10 +31,10 @@ IMAGES = shard_schema([pa.field("key", pa.string(), nullable=False), pa.field("i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 5))
-def test_changed_bytes_end_in_our_errors_or_are_read_alike_with_little_memory(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "form"), [*((seed, "plain") for seed in range(1, 5)), (5, "compressed")])
+def test_changed_bytes_end_in_our_errors_or_are_read_alike_with_little_memory(tmp_path, seed, form):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.shards.hostile_shards", tmp_path, str(seed)],
+        [sys.executable, "-m", "tests.shards.hostile_shards", tmp_path, str(seed), form],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -82,6 +82,19 @@ def bomb():
     return arrow_file(texts_batch(["x" * (64 << 20)]), compression="zstd")
 
 
+def compressed(texts, change=lambda content: content):
+    """A shard of the format with compressed columns, changed."""
+    batch = texts_batch(texts)
+    metadata = with_compression(batch.schema, compressed=True).metadata
+    return change(arrow_file(batch.replace_schema_metadata(metadata), compression="zstd"))
+
+
+def with_claim(num_bytes):
+    """A shard whose compressed texts claim to have another size than they have."""
+    size = struct.pack("<q", 6000)
+    return compressed(["x" * 1000] * 6, lambda content: content.replace(size, struct.pack("<q", num_bytes)))
+
+
 def with_dictionary():
     schema = TEXT_SCHEMA.set(1, pa.field("text", pa.dictionary(pa.int32(), pa.string())))
     return arrow_file(pa.record_batch([["a"], pa.array(["b"]).dictionary_encode()], schema=schema))
@@ -90,7 +103,13 @@ def with_dictionary():
 HOSTILE = {
     "far offset": (with_far_offset, "Offset invariant failure|offset"),
     "short metadata": (with_short_metadata, "invalid position of record batch 0"),
-    "bomb": (bomb, "its buffers are compressed, which datasvc never writes"),
+    "bomb": (bomb, "its buffers are compressed, which datasvc never writes here"),
+    "compressed bomb": (
+        lambda: compressed(["x" * (64 << 20)]),
+        "compressed buffers claim to have 671088.* 64 times as many",
+    ),
+    "claim of 10 GB": (lambda: with_claim(10**10), "compressed buffers claim to have 100000000.* 64 times as many"),
+    "negative claim": (lambda: with_claim(-2), "compressed buffers claim to have"),
     "dictionary": (with_dictionary, "dictionaries, which datasvc never writes"),
 }
 

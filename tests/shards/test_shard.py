@@ -105,12 +105,12 @@ def test_what_is_no_arrow_file_is_corrupt(raw):
 
 
 def test_a_later_or_foreign_shard_format_is_refused():
-    for metadata in ({"datasvc.shard.format": "2"}, {}):
+    for metadata in ({"datasvc.shard.format": "3"}, {}):
         sink = io.BytesIO()
         schema = pa.schema([pa.field("key", pa.string())], metadata=metadata)
         with pa.ipc.new_file(sink, schema):
             pass
-        with pytest.raises(ConfigError, match="this datasvc reads up to 1"):
+        with pytest.raises(ConfigError, match="this datasvc reads up to 2"):
             Shard.from_bytes(sink.getvalue(), "test")
 
 

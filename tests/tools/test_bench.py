@@ -82,6 +82,12 @@ def test_small_samples_memory_and_huge_versions_are_measured(tmp_path):
 
 
 @pytest.mark.long
+def test_compressed_columns_are_measured(tmp_path):
+    check(run_json("columns", "--repeats", 1, "--samples", 2000, "--rows", 20, "--folder", tmp_path), repeats=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
 def test_both_evaluations_are_measured():
     check(run_json("evaluation", "--repeats", 2, "--images", 130), repeats=2)
 

@@ -12,6 +12,7 @@ MODULES: Final = {
     "mixture": "mixture",
     "ingest": "ingest",
     "attach": "attach",
+    "columns": "columns",
     "ingest_samples": "ingest",
     "ingest_memory": "ingest",
     "open_version": "large_versions",

@@ -55,8 +55,8 @@ ClassesOption = Annotated[
     "shards.sources.common.options.SourceOptions",
     "shards.ingestion.options.IngestSettings",
     in_order="source name repo format split key key_prefix label_column as_text as_bytes first_frame manifest "
-    "classes ground_truth synsets tokenizer block_tokens text shard_size max_side quality keep_order seed "
-    "val_fraction limit on_bad decode_check duplicates append on_common on_split_overlap workers "
+    "classes ground_truth synsets tokenizer block_tokens text shard_size compress_columns max_side quality "
+    "keep_order seed val_fraction limit on_bad decode_check duplicates append on_common on_split_overlap workers "
     "engine dry_run message as_json",
     **{name: typer.Option() for name in ("keep_order", "decode_check", "append")},  # with --no-
 )
@@ -260,6 +260,7 @@ def _facts(report: IngestReport) -> dict[str, Any]:
         "changed_options": report.changed_options,
         "ignored": dict(report.ignored),
         "class_spread": dict(report.class_spread),
+        **({"compression": dict(report.compression)} if report.compression else {}),
         "resumed_shards": report.num_resumed,
         "source_changed": report.has_source_changed,
     }
@@ -315,8 +316,10 @@ def _print_report(report: IngestReport) -> None:
         print_line(
             f"options differ from those of the version before: {_format_options(report.changed_options)}", err=True
         )
-    from datasvc.shards.versions.describe import MAX_SPREAD, describe_spread
+    from datasvc.shards.versions.describe import MAX_SPREAD, describe_compression, describe_spread
 
+    for split, compression in report.compression.items():
+        print_line(f"{split}: {describe_compression(compression)}", err=True)
     for split, spread in report.class_spread.items():
         if spread > MAX_SPREAD:
             print_line(f"{split}: {describe_spread(spread)}", err=True)

@@ -70,7 +70,7 @@ def show(
 
         _print_confusion(count_pairs(Repository.open(repo), ref, *confusion), *confusion, as_json=as_json)
         return
-    from datasvc.shards.versions.describe import CLASS_SPREAD, describe_spread
+    from datasvc.shards.versions.describe import CLASS_SPREAD, COMPRESSION, describe_compression, describe_spread
 
     facts = describe_version(Repository.open(repo), ref)
     if as_json:
@@ -104,6 +104,8 @@ def show(
             _print_split(name, split)
             if (spread := facts.get(CLASS_SPREAD, {}).get(name)) is not None:
                 print_line(f"  classes over shards: {describe_spread(spread)}")
+            if (compression := facts.get(COMPRESSION, {}).get(name)) is not None:
+                print_line(f"  shards of this ingest: {describe_compression(compression)}")
 
 
 def _print_confusion(

@@ -1,5 +1,8 @@
 """Reader of Arrow IPC files that are not trusted: shards, and objects that hold one table (indexes, deletions).
 
+`ObjectFiles` opens stored objects for it: local ones are mapped, remote ones are read by byte range. SQL queries and
+scans use these to read only some columns of a shard, and `verify` to read only metadata.
+
 A digest proves that bytes are those that were stored, not that datasvc wrote them. Therefore, every position, length
 and offset is checked before it is used. An invalid file is refused: it cannot crash the process, or make the process
 use much more memory than the file has bytes. Equal tables are encoded as equal bytes, so they have one digest.
@@ -7,20 +10,34 @@ use much more memory than the file has bytes. Equal tables are encoded as equal 
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from datasvc.arrow_messages import MAX_VALUES_PER_BYTE, Block, check_block, checked_messages, parse_footer
-from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.shards.format.schema import KEY
+from datasvc.arrow_messages import (
+    MAX_VALUES_PER_BYTE,
+    BatchHeader,
+    Block,
+    check_block,
+    checked_messages,
+    parse_footer,
+)
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
+from datasvc.repository import Digest, Objects, Storage
+from datasvc.repository.objects.in_place import built_file
+from datasvc.repository.store.retries import map_exceptions
+from datasvc.shards.format.schema import KEY, has_compression
 
 _TAIL: Final = struct.Struct("<i6s")  # length of the footer and the magic number, at the end of a file
 _MAGIC: Final = b"ARROW1"
+# One request reads at least this many bytes. Those at the end are kept, and elsewhere those of the last request.
+_TAIL_BYTES: Final = 16 << 10
 _MAX_DEPTH: Final = 32  # of nested types; without a limit, a hostile type could exceed the limit of recursion
 # Errors of pyarrow on invalid files. They include UnicodeDecodeError, a ValueError, for a name that is not UTF-8.
 PARSE_ERRORS: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, KeyError, OverflowError)
@@ -56,9 +73,10 @@ class IpcReader:
         texts: bool = True,
     ) -> None:
         self._file, self._name, self._texts = file, name, texts
+        options = pa.ipc.IpcReadOptions(use_threads=False)
         try:
             self._blocks = _read_blocks(file)
-            self._reader = pa.ipc.open_file(file)
+            self._reader = pa.ipc.open_file(file, options=options)
             self.schema = self._reader.schema
             check_schema(self.schema)
             if columns is not None:
@@ -77,16 +95,26 @@ class IpcReader:
         """Number of record batches."""
         return len(self._blocks)
 
-    def check(self, number: int) -> None:
-        """Check the metadata of a record batch, without its values. Raise CorruptDataError."""
+    def select(self, columns: Collection[str]) -> IpcReader:
+        """Return a reader of some columns of the same file, of which the file has at least one."""
+        return IpcReader(self._file, self._name, columns, texts=self._texts)
+
+    def check(self, number: int) -> BatchHeader:
+        """Return the header of a record batch, checked, without its values. Raise CorruptDataError."""
         block = self._blocks[number]
+        body = block.offset + block.metadata_bytes
+
+        def read(offset: int, length: int) -> bytes:
+            return bytes(self._file.read_at(length, body + offset))
+
         try:
-            check_block(self._file.read_at(block.metadata_bytes, block.offset), block)
+            metadata = self._file.read_at(block.metadata_bytes, block.offset)
+            return check_block(metadata, block, read if has_compression(self.schema) else None)
         except PARSE_ERRORS as error:
             raise self._corrupt(number, error) from error
 
     def batch(self, number: int) -> pa.RecordBatch:
-        """Return a record batch, as a view if the file is in memory. Raise CorruptDataError."""
+        """Return a record batch, of a file in memory as a view but for compressed columns. Raise CorruptDataError."""
         self.check(number)
         try:
             batch = self._reader.get_batch(number)
@@ -271,3 +299,111 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     # because a column may have no chunks.
     chunks = [np.from_dlpack(chunk) for chunk in column.chunks]
     return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, column.type.to_pandas_dtype()), *chunks])
+
+
+class ObjectFiles:
+    """The objects of a repository as files, opened by digest.
+
+    Sizes are checked. Contents are not checked against the digest, because only requested ranges are read.
+
+    Args:
+        storage: storage of the repository.
+        sizes: expected size of each object in bytes.
+        builds: whether to build attached shards, which reads them whole.
+
+    Attributes:
+        failure: the first datasvc error that an open or a read raised. It is kept here because a library that calls
+            Arrow, such as DuckDB, passes on only the text of an error.
+    """
+
+    def __init__(self, storage: Storage, sizes: Mapping[Digest, int], *, builds: bool = True) -> None:
+        self._builds = builds
+        self.failure: DatasvcError | None = None
+        self._storage = storage
+        self._sizes = sizes
+
+    def open(self, digest: Digest) -> pa.NativeFile:
+        """Open an object. Raise NotFoundError, CorruptDataError (its size is wrong), those of `build_object`."""
+        path = Objects.path(digest)
+        location, expected = self._storage.location(path), self._sizes[digest]
+        with self._recording_failure():
+            size_bytes = self._storage.size(path)
+            if size_bytes is None and self._builds:
+                with built_file(Objects(self._storage), digest) as built:
+                    if built is not None:
+                        return pa.memory_map(built)
+            if size_bytes is None:
+                raise NotFoundError(f"shard {location} is missing; restore it from another copy")
+            if size_bytes != expected:
+                raise CorruptDataError(
+                    f"shard {location} is corrupt: it has {size_bytes} bytes, expected {expected}; "
+                    "restore it from another copy"
+                )
+            local = self._storage.local_path(path)
+            if local is None:
+                return pa.PythonFile(_RangedFile(self, path, size_bytes), mode="r")
+            with map_exceptions("map", location):
+                return pa.memory_map(str(local))
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """Return a range of an object's bytes. Raise what `Storage.read_range` raises."""
+        with self._recording_failure():
+            return self._storage.read_range(path, offset, length)
+
+    @contextmanager
+    def _recording_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except DatasvcError as error:
+            self.failure = self.failure or error
+            raise
+
+
+class _RangedFile:
+    """A remote object with the methods of a file that `pa.PythonFile` calls; for use by one thread at a time."""
+
+    closed = False  # Arrow reads this attribute
+
+    def __init__(self, files: ObjectFiles, path: str, size_bytes: int) -> None:
+        self._files = files
+        self._path = path
+        self._size_bytes = size_bytes
+        self._offset = 0
+        self._tail: bytes | None = None
+        self._last_read = (0, b"")  # offset and bytes of the last read before the tail; no bytes if it was large
+
+    def read(self, length: int = -1) -> bytes:
+        remaining = max(self._size_bytes - self._offset, 0)
+        length = remaining if length < 0 else min(length, remaining)
+        content = self._read(length) if length else b""
+        self._offset += len(content)
+        return content
+
+    def _read(self, length: int) -> bytes:
+        """Return `length` bytes at the present offset, from an earlier request if possible."""
+        tail_start = max(self._size_bytes - _TAIL_BYTES, 0)
+        if self._offset < tail_start:
+            # The metadata of a record batch is read twice in succession: by `IpcReader.check`, which also reads the
+            # sizes of compressed buffers, then by Arrow.
+            skipped = self._offset - self._last_read[0]
+            if 0 <= skipped <= len(self._last_read[1]) - length:
+                return self._last_read[1][skipped:][:length]
+            requested = max(length, min(_TAIL_BYTES, self._size_bytes - self._offset))
+            content = self._files.read_range(self._path, self._offset, requested)
+            self._last_read = (self._offset, content if requested <= _TAIL_BYTES else b"")
+            return content[:length]
+        # Arrow opens an IPC file with several small reads at its end: one request serves all of them.
+        if self._tail is None:
+            self._tail = self._files.read_range(self._path, tail_start, self._size_bytes - tail_start)
+        return self._tail[self._offset - tail_start :][:length]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size_bytes}[whence]
+        self._offset = start + offset
+        return self._offset
+
+    def tell(self) -> int:
+        return self._offset
+
+    def close(self) -> None:
+        self.closed = True

@@ -13,9 +13,8 @@ import pyarrow as pa
 
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
-from datasvc.shards.format.ipc_reader import IpcReader
+from datasvc.shards.format.ipc_reader import IpcReader, ObjectFiles
 from datasvc.shards.format.mapped_file import Bytes
-from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.format.overlays import ShardOverlay
 from datasvc.shards.format.reader import Shard, open_shard, python_value, text_errors
 from datasvc.shards.format.sample_index import SampleIndex
@@ -66,6 +65,15 @@ class OverlaidShard(Shard):
         base = None if own is None else pa.concat_arrays(self.stored.column(own).chunks)
         rows = np.arange(self.num_samples)
         return pa.chunked_array([self._overlay.patched(name, base, rows, self.schema.field(name).type)])
+
+    def items(self, column: str, rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Return the same as `Shard.items`."""
+        if column not in self.schema.names:
+            return [None] * len(rows)
+        if column not in self._overlay.group.columns:
+            return self.stored.items(self._names[column], rows)
+        with text_errors(self.name):
+            return [python_value(self._patched[column][row]) for row in rows.tolist()]
 
     def blobs(self, column: str, rows: npt.NDArray[np.int64]) -> list[Bytes]:
         """Return the same as `Shard.blobs`."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_128_digest
 
-from datasvc.arrow_messages import checked_messages
+from datasvc.arrow_messages import MAX_EXPANSION, checked_messages
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
@@ -30,7 +30,7 @@ from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_batch
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.reader import Shard, blob_part
 from datasvc.shards.format.sample_index import BatchLayout, ByteRange, Digests, SampleIndex, check_ranges
-from datasvc.shards.format.schema import check_shard_schema, is_blob
+from datasvc.shards.format.schema import check_shard_schema, has_compression, is_blob
 
 # Samples with at most this gap between them are read by one request: the transfer of the gap takes a third of the
 # latency of another request.
@@ -153,6 +153,7 @@ class PartialShard(Shard):
             partial.add((read.start, read.stop), contents)
             # A `WholeBatch` has just replaced its placeholder by the record batch: drop arrays of the placeholder.
             if partial.batch is not self._batches[read.batch]:
+                assert isinstance(self._batches, list), "the batches of a partial shard are listed"
                 self._batches[read.batch] = partial.batch
                 self._drop_cached_columns()
             first = int(self._starts[read.batch])
@@ -339,7 +340,8 @@ class WholeBatch:
         self._name = name
         count = layout.num_samples
         # Check this before the placeholder is made, because its null values take memory for each of the samples.
-        if count * sum(_min_bits(field.type) for field in schema) > 8 * layout.message.length:
+        max_bytes = layout.message.length * (1 + MAX_EXPANSION * has_compression(schema))
+        if count * sum(_min_bits(field.type) for field in schema) > 8 * max_bytes:
             raise CorruptDataError(
                 f"{name}: its sample index lists {count_text(count, 'sample')} in {layout.message.length} "
                 "bytes; restore the index "
@@ -433,7 +435,7 @@ def _address_of(memory: memoryview) -> int:
 def _read_message(message: pa.Buffer, schema: pa.Schema, num_samples: int) -> pa.RecordBatch:
     """Return the record batch of a message as a view. Raise ValueError if it is not one."""
     try:
-        (parsed,) = checked_messages(message)
+        (parsed,) = checked_messages(message, compressed=has_compression(schema))
         batch = read_batch(parsed, schema)
     except PARSE_ERRORS as error:
         raise ValueError(f"Arrow cannot read it: {error}") from error

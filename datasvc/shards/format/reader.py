@@ -2,15 +2,23 @@
 
 The structure of a shard is checked when it is opened, so that no later read accesses memory outside of the file.
 Views are slices of Arrow's own buffers, because a slice takes about a thirtieth of the time of an Arrow scalar.
+
+Record batches with compressed columns are decoded at their first use. A loader may have thousands of shards open: if
+all of them stayed decoded, they would take the memory of the data set. The process keeps the batches used last, up to
+a limit.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +31,83 @@ from datasvc.repository.objects.objects import digest_of_file
 from datasvc.shards.format.digests import joined_bytes, value_offsets
 from datasvc.shards.format.ipc_reader import IpcReader, column_to_numpy
 from datasvc.shards.format.mapped_file import Bytes, MappedFile
-from datasvc.shards.format.schema import check_shard_schema, is_blob, redacted_rows
+from datasvc.shards.format.schema import check_shard_schema, has_compression, is_blob, is_compressible, redacted_rows
 
 BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # content, starts and stops, see `blob_part`
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
+_MAX_KEPT_BYTES: Final = 256 << 20  # of decoded columns, in this process
+
+
+class DecodedBatches(Sequence[pa.RecordBatch]):
+    """The record batches of a file with compressed columns. Reading one raises CorruptDataError if it is corrupt.
+
+    Args:
+        reader: reads the file; columns that are not compressed are views of it.
+
+    Attributes:
+        num_rows: number of rows of each batch.
+
+    Raises:
+        CorruptDataError: the header of a batch is not valid.
+    """
+
+    def __init__(self, reader: IpcReader) -> None:
+        self._reader = reader
+        headers = [reader.check(number) for number in range(reader.num_batches)]
+        self.num_rows = [header.num_rows for header in headers]
+        self._sizes_bytes = [header.decoded_bytes for header in headers]
+        self._kept: dict[int, pa.RecordBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self.num_rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        number = range(len(self))[number]
+        batch = self._kept.get(number)
+        if batch is None:
+            batch = self._kept[number] = self._reader.batch(number)
+        _last_used.add(self, number, self._sizes_bytes[number])
+        return batch
+
+    def column(self, name: str) -> list[pa.Array]:
+        """Return a column of all batches, as views of the file if it is never compressed. No batch is kept."""
+        # Arrow decodes what it reads. It reads a column alone into memory of its own, so views need whole batches.
+        is_compressible_column = is_compressible(self._reader.schema.field(name).type)
+        reader = self._reader.select([name]) if is_compressible_column else self._reader
+        return [batch.column(name) for batch in reader.batches()]
+
+    def forget(self, number: int) -> None:
+        """Drop a batch; it is decoded again at its next use."""
+        self._kept.pop(number, None)
+
+
+class _LastUsed:
+    """The batches that are kept, those that were used last at the end."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = Lock()
+        # By address and number: a batch list may be garbage, and is then counted until its entries are the oldest.
+        self._entries: OrderedDict[tuple[int, int], tuple[weakref.ref[DecodedBatches], int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def add(self, batches: DecodedBatches, number: int, size_bytes: int) -> None:
+        """Put a batch at the end, and drop the first ones until all are within the limit."""
+        with self._lock:
+            place = (id(batches), number)
+            self._num_bytes += size_bytes - self._entries.pop(place, (None, 0))[1]
+            self._entries[place] = (weakref.ref(batches), size_bytes)
+            while self._num_bytes > _MAX_KEPT_BYTES and len(self._entries) > 1:
+                (_, oldest), (owner, oldest_bytes) = self._entries.popitem(last=False)
+                self._num_bytes -= oldest_bytes
+                if (found := owner()) is not None:
+                    found.forget(oldest)
+
+
+_last_used: Final = _LastUsed()
+os.register_at_fork(after_in_child=_last_used.reset)  # another thread may hold the lock during a fork
 
 
 class Shard:
@@ -48,9 +129,14 @@ class Shard:
         check_shard_schema(schema, name)
         self.name = name
         self.schema = schema
-        self._batches = list(batches)
+        self._batches: list[pa.RecordBatch] | DecodedBatches
+        if isinstance(batches, DecodedBatches):
+            self._batches, num_rows = batches, batches.num_rows
+        else:
+            self._batches = list(batches)
+            num_rows = [batch.num_rows for batch in self._batches]
         # First row of each record batch, followed by the number of all rows.
-        self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(num_rows)]).astype(np.int64)
         self.num_samples = int(self._starts[-1])
         self._file: MappedFile | None = None
         self._arrays: dict[str, npt.NDArray[Any]] = {}
@@ -93,13 +179,30 @@ class Shard:
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:
-        """The record batches in order, as views of the file."""
+        """The record batches in order: views of the file, but for compressed columns, which each use may decode."""
         return self._batches
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Return a column of the shard as a view of the file."""
-        field = self.schema.field(name)
-        return pa.chunked_array([batch.column(name) for batch in self._batches], field.type)
+        """Return a column of the shard: a view of the file, or a copy of a compressed column; see `items`."""
+        stored = self._batches
+        chunks = stored.column(name) if isinstance(stored, DecodedBatches) else [each.column(name) for each in stored]
+        return pa.chunked_array(chunks, self.schema.field(name).type)
+
+    def items(self, column: str, rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Return the values of a column at `rows`, in that order, as Python values; None without such a column.
+
+        Only their record batches are decoded if the column is compressed, and they are kept for the next call.
+
+        Raises:
+            CorruptDataError: a text is not UTF-8, or a compressed batch is corrupt.
+        """
+        if column not in self.schema.names:
+            return [None] * len(rows)
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        chunks = {number: self._batches[number].column(column) for number in np.unique(numbers).tolist()}
+        places = zip(numbers.tolist(), (rows - self._starts[numbers]).tolist(), strict=True)
+        with text_errors(self.name):
+            return [python_value(chunks[number][row]) for number, row in places]
 
     def blobs(self, column: str, rows: npt.NDArray[np.int64]) -> list[Bytes]:
         """Return the blobs of `rows`, `int64[n]`, in that order: views, `uint8[size]`, empty for null.
@@ -178,7 +281,7 @@ class Shard:
         parts: dict[str, list[BlobPart]] = {}
         for name in (field.name for field in self.schema if is_blob(field.type)):
             parts[name] = []
-            for content, starts, stops in (blob_part(batch.column(name)) for batch in self._batches):
+            for content, starts, stops in map(blob_part, self.column(name).chunks):
                 parts[name].append((content, self._detached(starts), self._detached(stops)))
         self._release_pages()
         return parts
@@ -222,7 +325,8 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
 
 def _open_file(content: pa.Buffer, name: str) -> Shard:
     reader = IpcReader(pa.BufferReader(content), name, texts=False)
-    return Shard(reader.schema, reader.batches(), name)
+    batches = DecodedBatches(reader) if has_compression(reader.schema) else reader.batches()
+    return Shard(reader.schema, batches, name)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import digest_batch, encode_array, encode_items, has_units
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader, check_schema, read_batch
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import KEY
+from datasvc.shards.format.schema import KEY, has_compression
 
 # Errors that Arrow and Python raise while they parse corrupt bytes, or make Python values and digests of them.
 _DAMAGE_ERRORS: Final = (CorruptDataError, ArithmeticError, LookupError, MemoryError, *PARSE_ERRORS)
@@ -84,9 +84,10 @@ def readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
 def _leading_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
     """Yield the batches from the start of a file without a readable footer, up to the first that does not parse."""
     try:
-        messages = checked_messages(content.slice(_MAGIC_BYTES))
-        schema = pa.ipc.read_schema(next(messages, b""))
+        schema = pa.ipc.read_schema(next(checked_messages(content.slice(_MAGIC_BYTES)), b""))
         check_schema(schema)
+        messages = checked_messages(content.slice(_MAGIC_BYTES), compressed=has_compression(schema))
+        next(messages)  # the schema
         for message in messages:
             yield read_batch(message, schema)
     except _DAMAGE_ERRORS:

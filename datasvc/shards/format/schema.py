@@ -12,9 +12,10 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
 
-SHARD_FORMAT = 1
+SHARD_FORMAT = 2
 _FORMAT: Final = b"datasvc.shard.format"
-_METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
+_PLAIN: Final = b"1"
+_COMPRESSED: Final = b"2"  # of a shard with compressed columns, which earlier releases refuse
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 # Objects in images, a list per sample: boxes are left, top, right and bottom in pixels of the upright image.
@@ -132,7 +133,25 @@ def shard_schema(fields: list[pa.Field], metadata: Mapping[bytes, bytes] | None 
     if KEY not in names or fields[names.index(KEY)].type != pa.string():
         raise ConfigError(f"a shard needs a column {KEY!r} of strings, unique in its split; got the columns {names}")
     # The format number comes last, so that `metadata` does not override it.
-    return pa.schema(fields, metadata={**(metadata or {}), **_METADATA})
+    return pa.schema(fields, metadata={**(metadata or {}), _FORMAT: _PLAIN})
+
+
+def with_compression(schema: pa.Schema, *, compressed: bool) -> pa.Schema:
+    """Return a shard's schema in the format of shards with compressed columns, or in that of others."""
+    return schema.with_metadata({**(schema.metadata or {}), _FORMAT: _COMPRESSED if compressed else _PLAIN})
+
+
+def has_compression(schema: pa.Schema) -> bool:
+    """Return whether columns of a shard may be compressed; in a shard table, those of some shards."""
+    return (schema.metadata or {}).get(_FORMAT) == _COMPRESSED
+
+
+def is_compressible(data_type: pa.DataType) -> bool:
+    """Return whether columns of this type may be compressed: text, and numbers of any kind, but no lists.
+
+    Loaders copy blobs and lists, such as tokens, from the mapped file.
+    """
+    return is_text(data_type) or bool(pa.types.is_primitive(data_type) or pa.types.is_decimal(data_type))
 
 
 def with_redacted(schema: pa.Schema, flags: npt.NDArray[np.bool_]) -> pa.Schema:

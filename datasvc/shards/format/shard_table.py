@@ -33,11 +33,12 @@ from datasvc.shards.format.ipc_reader import (
 from datasvc.shards.format.overlays import OverlayGroup, Overlays, ShardOverlay
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_columns
+from datasvc.shards.format.schema import HEIGHT, WIDTH, has_compression, measured_columns
 from datasvc.shards.format.view_table import EpochGrid, Packing, ViewOrigin, WeightPack, checked
 from datasvc.shards.format.writer import ShardStatistics
 
-TABLE_FORMAT = 4
+TABLE_FORMAT = 5  # of a table of shards with compressed columns
+_PACKED_FORMAT = 4  # of a table with packs
 _VALUES_FORMAT = 3  # of a table with weights or overlays, without packs
 _PLAIN_FORMAT = 2  # of a table without all of them, which earlier releases read
 _COLUMNS = pa.schema(
@@ -200,7 +201,7 @@ class ShardTable:
             rows = rows if format_number > 1 else _upgraded(rows)
             overlays = Overlays(tuple(map(OverlayGroup.of_json, described.get("overlays", ()))))
             is_weighted = "weights" in described or (format_number == _VALUES_FORMAT and not overlays.groups)
-            is_packed = format_number == TABLE_FORMAT
+            is_packed = "packing" in described or format_number == _PACKED_FORMAT
             wanted = {_OVERLAY: overlays.groups, _WEIGHT: is_weighted, _PACKS: is_packed}
             further = [column for column, has_column in wanted.items() if has_column]
             check_columns(rows, pa.schema([*_COLUMNS, *further]), f"{name} is not a shard table")
@@ -231,9 +232,12 @@ class ShardTable:
 
     @property
     def _format(self) -> int:
-        # Earlier releases read a plain view, and refuse one whose weights or packs they would ignore.
-        if self.packing is not None:
+        # Earlier releases read a plain view, and refuse one whose weights or packs they would ignore, and shards that
+        # they cannot decode.
+        if has_compression(self.sample_schema):
             return TABLE_FORMAT
+        if self.packing is not None:
+            return _PACKED_FORMAT
         return _VALUES_FORMAT if self.weights or self.overlays.groups else _PLAIN_FORMAT
 
     @property

@@ -1,16 +1,17 @@
 """Writer of one shard: an Arrow IPC file with record batches of a few megabytes, written in one pass.
 
-Equal samples in equal order give equal bytes. Each blob is copied once, into the buffer of its column. To record the
-positions of batches and blobs, no file is read again and nothing is copied: Arrow writes a file in chunks of memory,
-and a chunk with blobs is recognised by its address.
+Equal samples in equal order give equal bytes; with compressed columns, in the same release of Arrow, which has zstd.
+Each blob is copied once, into the buffer of its column. To record the positions of batches and blobs, no file is read
+again and nothing is copied: Arrow writes a file in chunks of memory, and a chunk with blobs is recognised by its
+address.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol, Self, TypeAlias
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,19 @@ import pyarrow as pa
 from xxhash import xxh3_128
 
 from datasvc.errors import ConfigError
+from datasvc.shards.format.compressed_batches import BatchCompressor, Chunk, choose_columns
 from datasvc.shards.format.sample_index import BatchLayout, ByteRange, ShardLayout
-from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, BlobColumn, is_blob, is_gathered
+from datasvc.shards.format.schema import (
+    HEIGHT,
+    IMAGE,
+    LABEL,
+    WIDTH,
+    BlobColumn,
+    has_compression,
+    is_blob,
+    is_gathered,
+    with_compression,
+)
 
 # Small enough that one batch is read quickly by byte range; large enough that the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20
@@ -38,8 +50,6 @@ _MIN_MESSAGE_PER_FRAME: Final = 32
 # Smaller chunks are written together, because a record batch has a dozen chunks, most of them of a few bytes.
 _SMALL_BYTES: Final = 4096
 
-Chunk: TypeAlias = pa.Buffer | bytes
-
 
 @dataclass(frozen=True)
 class ShardStatistics:
@@ -53,6 +63,7 @@ class ShardStatistics:
         label_counts: number of samples by label.
         image_kinds: number of images by format, such as "JPEG". Empty in the statistics of `ShardWriter`, which does
             not read images; `ShardOutput` adds the counts.
+        saved_bytes: number of bytes by which compressed columns make the shard smaller. The table does not store it.
     """
 
     num_samples: int
@@ -61,6 +72,7 @@ class ShardStatistics:
     max_sample_bytes: int = 0
     label_counts: Mapping[int, int] = field(default_factory=dict)
     image_kinds: Mapping[str, int] = field(default_factory=dict)
+    saved_bytes: int = 0
 
 
 class ShardWriter:
@@ -68,12 +80,13 @@ class ShardWriter:
 
     Args:
         sink: receives the file's bytes in order.
-        schema: result of `schema.shard_schema`.
+        schema: result of `schema.shard_schema`. With `schema.has_compression`, columns of text and numbers are
+            compressed if that makes the shard's first record batch smaller, see `choose_columns`.
     """
 
     def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._file = IpcWriter(sink, schema)
+        self._sink, self._schema = sink, schema
+        self._open_file: IpcWriter | None = None  # opened with the first record batch, which decides the format
         self._blobs = {field.name: BlobColumn(_BLOB_BYTES) for field in schema if is_blob(field.type)}
         self._blob_columns = tuple(self._blobs.values())
         self._texts = {
@@ -168,7 +181,7 @@ class ShardWriter:
     def close(self) -> ShardStatistics:
         """Write the remaining samples and the file's footer; return the statistics, without image kinds."""
         self._flush()
-        self._file.close()
+        self._file_for(None).close()
         # Free the buffers now: the next shard is written while this one is synced to disk, and memory should hold the
         # buffers of one shard only.
         self._blobs, self._blob_columns, self._texts = {}, (), {}
@@ -185,12 +198,26 @@ class ShardWriter:
     @property
     def statistics(self) -> ShardStatistics:
         """Statistics of the samples written so far, without image kinds; final after `close`."""
-        return replace(self._statistics, label_counts=dict(sorted(self._label_counts.items())))
+        return replace(
+            self._statistics,
+            label_counts=dict(sorted(self._label_counts.items())),
+            saved_bytes=0 if self._open_file is None else self._open_file.saved_bytes,
+        )
 
     @property
     def layout(self) -> ShardLayout:
         """Layout of the record batches written so far; complete after `close`."""
-        return self._file.layout
+        return self._file_for(None).layout
+
+    def _file_for(self, batch: pa.RecordBatch | None) -> IpcWriter:
+        """Return the file, opened with the columns that are compressed in `batch`; None: there is no batch."""
+        if self._open_file is None:
+            columns: tuple[str, ...] = ()
+            if has_compression(self._schema):
+                columns = choose_columns(batch) if batch is not None else ()
+                self._schema = with_compression(self._schema, compressed=bool(columns))
+            self._open_file = IpcWriter(self._sink, self._schema, columns)
+        return self._open_file
 
     def _flush(self) -> None:
         """Write the samples of `append` that are not in a record batch yet."""
@@ -207,7 +234,7 @@ class ShardWriter:
             for field, column in zip(self._schema, columns, strict=True)
         ]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-        self._file.write_batch(batch)
+        self._file_for(batch).write_batch(batch)
         previous = self._statistics
         self._label_counts.update(_labels(batch))
         self._statistics = ShardStatistics(
@@ -251,12 +278,20 @@ class IpcWriter:
     Args:
         sink: receives the file's bytes in order.
         schema: schema of every record batch; without dictionary-encoded columns.
+        compressed: columns that are compressed.
+
+    Attributes:
+        saved_bytes: number of bytes by which compression has made the file smaller.
     """
 
-    def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
+    def __init__(self, sink: ByteSink, schema: pa.Schema, compressed: Collection[str] = ()) -> None:
         self._schema = schema
         self._chunks = _ChunkRecorder(sink)
-        self._file = pa.ipc.new_file(pa.PythonFile(self._chunks, mode="w"), schema)
+        self._compressor = BatchCompressor(schema, compressed) if compressed else None
+        # What Arrow writes: the file itself, or batches that are then compressed.
+        self._plain = self._chunks if self._compressor is None else _ChunkRecorder(None)
+        self._file = pa.ipc.new_file(pa.PythonFile(self._plain, mode="w"), schema)
+        self.saved_bytes = 0
         self._blobs = [number for number, field in enumerate(schema) if is_blob(field.type)]
         self._batches: list[BatchLayout] = []
 
@@ -264,19 +299,30 @@ class IpcWriter:
         """Append a record batch. Raise what the sink raises."""
         start_bytes = self._chunks.size_bytes
         self._file.write_batch(batch)
-        chunks = self._chunks.take_chunks()
+        chunks = self._plain.take_chunks()
+        header: list[Chunk] = []
         if not self._batches:
             # Arrow writes the file's header together with the first record batch; the header's chunks are left out.
             header_bytes = _MAGIC_BYTES + self._schema.serialize().size
-            while start_bytes < header_bytes:
-                start_bytes += len(chunks.pop(0))
+            while sum(map(len, header)) < header_bytes:
+                header.append(chunks.pop(0))
+            start_bytes += sum(map(len, header))
             assert start_bytes == header_bytes, (start_bytes, header_bytes)
+        if self._compressor is not None:
+            plain_bytes = sum(map(len, chunks))
+            chunks = self._compressor.message(chunks, start_bytes)
+            for chunk in (*header, *chunks):
+                self._chunks.write(chunk)
+            self._chunks.take_chunks()
+            self.saved_bytes += plain_bytes - sum(map(len, chunks))
         blobs = [batch.column(number).buffers()[2] for number in self._blobs]
         self._batches.append(describe_batch(chunks, start_bytes, blobs, batch.num_rows))
 
     def close(self) -> None:
         """Write the file's footer."""
         self._file.close()
+        if self._compressor is not None:
+            self._chunks.write(self._compressor.footer())
         self._chunks.flush()
 
     @property
@@ -330,8 +376,8 @@ class _ChunkRecorder:
 
     closed = False
 
-    def __init__(self, sink: ByteSink) -> None:
-        self._sink = sink
+    def __init__(self, sink: ByteSink | None) -> None:
+        self._sink = sink  # None: the chunks are only kept
         self._kept: list[Chunk] = []
         self._small = bytearray()
         self.size_bytes = 0
@@ -344,7 +390,8 @@ class _ChunkRecorder:
             self._small += view
         else:
             self.flush()
-            self._sink.write(view)
+            if self._sink is not None:
+                self._sink.write(view)
         return view.nbytes
 
     def take_chunks(self) -> list[Chunk]:
@@ -355,7 +402,7 @@ class _ChunkRecorder:
     def flush(self) -> None:
         """Write the collected small chunks to the sink. The owner of the sink syncs the file."""
         small, self._small = self._small, bytearray()
-        if small:
+        if small and self._sink is not None:
             self._sink.write(memoryview(small))
 
     def close(self) -> None:

@@ -19,8 +19,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch, encode_array
-from datasvc.shards.format.ipc_reader import IpcReader, column_to_numpy, encode_table, read_table
-from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.ipc_reader import IpcReader, ObjectFiles, column_to_numpy, encode_table, read_table
 from datasvc.shards.format.overlays import (
     DIGEST_FIELD,
     ColumnOverlay,

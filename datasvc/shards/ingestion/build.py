@@ -19,6 +19,7 @@ from blake3 import blake3
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.objects.in_place import store_recipe
 from datasvc.repository.objects.objects import ObjectWriter
+from datasvc.shards.format.compressed_batches import CODEC
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.format.writer import ShardStatistics, ShardWriter
@@ -85,6 +86,7 @@ class BuiltShard:
             "max_sample_bytes": statistics.max_sample_bytes,
             "label_counts": {str(label): count for label, count in statistics.label_counts.items()},
             "image_kinds": dict(statistics.image_kinds),
+            "saved_bytes": statistics.saved_bytes,
         }
 
     @classmethod
@@ -97,6 +99,7 @@ class BuiltShard:
             content["max_sample_bytes"],
             {int(label): count for label, count in content["label_counts"].items()},
             content["image_kinds"],
+            content.get("saved_bytes", 0),
         )
         shard = ObjectInfo(Digest(content["digest"]), content["bytes"])
         return cls(content["split"], content["ordinal"], TableRow(shard, statistics, Digest(content["index"])))
@@ -133,6 +136,16 @@ class UnitResult:
         """Return the result that `to_dict` described."""
         shards = [BuiltShard.from_dict(shard) for shard in content["shards"]]
         return cls(content["unit"], shards, [BadSample(*sample) for sample in content["bad"]])
+
+
+def describe_compressed(splits: Mapping[str, Sequence[TableRow]]) -> dict[str, dict[str, Any]]:
+    """Return how the new shards of each split with compressed columns were compressed, for the log entry."""
+    saved = {split: sum(row.statistics.saved_bytes for row in rows) for split, rows in splits.items()}
+    return {
+        split: {"codec": CODEC, "bytes": sum(row.shard.size_bytes for row in rows), "saved_bytes": saved[split]}
+        for split, rows in splits.items()
+        if saved[split]
+    }
 
 
 class HashedObjects(Objects):

@@ -26,10 +26,10 @@ from datasvc.repository.logs.references import LineName, parse_line
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.urls import split_existing
-from datasvc.shards.format.schema import stored_schema
+from datasvc.shards.format.schema import stored_schema, with_compression
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.images.header import Reencoding
-from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
+from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult, describe_compressed
 from datasvc.shards.ingestion.duplicates import (
     DuplicateSample,
     SplitDuplicates,
@@ -50,7 +50,7 @@ from datasvc.shards.sources.common.source import BadSample, FileSource, ListedSo
 from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.sources.tar.webdataset import WebDatasetSource
 from datasvc.shards.versions.dataset import open_dataset
-from datasvc.shards.versions.describe import CLASS_SPREAD
+from datasvc.shards.versions.describe import CLASS_SPREAD, COMPRESSION
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.labels import class_spread, combine_classes, name_tables, plan_labels
 from datasvc.shards.versions.split_overlap import Overlap
@@ -89,6 +89,8 @@ class IngestReport:
             now, by name.
         class_spread: how much the classes of the new shards differ from shard to shard, by split; see
             `labels.class_spread`.
+        compression: of each split with compressed columns, the `codec`, the `bytes` of the new shards and the
+            `saved_bytes` by which these are smaller.
     """
 
     version: Resolved
@@ -106,6 +108,7 @@ class IngestReport:
     has_source_changed: bool = False
     changed_options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     class_spread: Mapping[str, float] = field(default_factory=dict)
+    compression: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         # Without the lists, which may have millions of samples.
@@ -164,7 +167,9 @@ def run_ingest(
     recorded_fraction, build_options = choose_build_options(repository, newest, opened, settings)
     if in_place:
         check_attachable(opened)
-        build_options = dataclasses.replace(build_options, in_place=True, reencoding=Reencoding())
+        build_options = dataclasses.replace(
+            build_options, in_place=True, reencoding=Reencoding(), compress_columns="none"
+        )
     if settings.classes is not None and opened.classes:
         raise ConfigError(
             f"{redact_url(opened.url)} has class names of its own, so that --classes cannot rename them; leave out "
@@ -181,6 +186,7 @@ def run_ingest(
             _check_unchanged(plan.work.fingerprint, opened, settings.source_options)
         accepted = _accept(repository, opened, results, _tables(plan, results), settings)
         counts = {name: [row.statistics.label_counts for row in rows] for name, rows in _rows(results).items()}
+        compression = describe_compressed(_rows(results))
         spreads = {name: spread for name in counts if (spread := class_spread(counts[name])) is not None}
         metadata: dict[str, Any] = {
             "message": settings.message,
@@ -190,6 +196,7 @@ def run_ingest(
             "ignored": dict(opened.ignored),
             VAL_FRACTION: recorded_fraction,
             **({CLASS_SPREAD: spreads} if spreads else {}),
+            **({COMPRESSION: compression} if compression else {}),
         }
         commit = IngestCommit(
             repository=repository,
@@ -245,6 +252,7 @@ def _report(
         num_resumed=num_resumed,
         has_source_changed=plan.has_source_changed,
         class_spread=commit.metadata.get(CLASS_SPREAD, {}),
+        compression=commit.metadata.get(COMPRESSION, {}),
     )
 
 
@@ -316,13 +324,11 @@ def _make_plan(
     new_labels = plan_labels(source.classes, classes)  # empty if the labels of the source are stored unchanged
     labels = tuple(new_labels[label] for label in range(len(new_labels))) if new_labels else None
     schema = stored_schema(source.schema)
+    schema = with_compression(schema, compressed=True) if options.compress_columns == "auto" else schema
     # A run continues an earlier run only if these values, the options and the fingerprint are equal. Then both have
     # the same `attempt`.
     identity = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
-    values = dataclasses.asdict(options)
-    if not options.in_place:
-        del values["in_place"]  # the plan of an ingest keeps the name that it has without this option
-    plan_id = digest_of(json.dumps([identity, values], sort_keys=True).encode())
+    plan_id = digest_of(json.dumps([identity, options.to_nested_dict()], sort_keys=True).encode())
     fingerprint = source.fingerprint()
     journal = repository.journal(plan_id, fingerprint)
     attempt, has_changed = journal.begin()
@@ -415,8 +421,12 @@ def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
 
 def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]:
     """Return the shard table of each split that has samples, with shards in the order of the plan."""
+    compressed = describe_compressed(_rows(results))
     return {
-        split: ShardTable.build(rows, plan.work.schema, plan.work.classes) for split, rows in _rows(results).items()
+        split: ShardTable.build(
+            rows, with_compression(plan.work.schema, compressed=split in compressed), plan.work.classes
+        )
+        for split, rows in _rows(results).items()
     }
 
 

@@ -86,9 +86,9 @@ def choose_build_options(
 ) -> tuple[float, BuildOptions]:
     """Return the fraction of "train" to record with the version, and how the shards of `source` are built.
 
-    Images are made smaller as requested, or else as in `newest`, the version that an append continues: otherwise half
-    of the images of a data set would have another size. Raise what `choose_val_fractions` and `read_ingest_options`
-    raise.
+    Images are made smaller, and columns compressed, as requested, or else as in `newest`, the version that an append
+    continues: otherwise half of the images of a data set would have another size. Raise what `choose_val_fractions`
+    and `read_ingest_options` raise.
     """
     recorded_fraction, held_out = choose_val_fractions(repository, newest, source, settings.val_fraction)
     recorded = read_ingest_options(repository, newest) if repository is not None and newest is not None else {}
@@ -96,6 +96,7 @@ def choose_build_options(
         recorded.get("max_side") if settings.max_side is None else settings.max_side,
         recorded.get("quality") if settings.quality is None else settings.quality,
     )
+    compress_columns = settings.compress_columns or recorded.get("compress_columns", "none")
     return recorded_fraction, BuildOptions(
         settings.shard_bytes,
         settings.decode_check,
@@ -104,6 +105,7 @@ def choose_build_options(
         settings.seed,
         held_out,
         settings.limit,
+        compress_columns=compress_columns,
     )
 
 

@@ -51,6 +51,7 @@ class BuildOptions:
     val_fraction: float = 0.0
     limit: int | None = None
     in_place: bool = False
+    compress_columns: str = "none"
 
     @property
     def full_bytes(self) -> int:
@@ -59,10 +60,17 @@ class BuildOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings by name, those of `reencoding` among them, for the log entry."""
+        options = self.to_nested_dict()
+        return {**options, **options.pop("reencoding")}
+
+    def to_nested_dict(self) -> dict[str, Any]:
+        """Return the settings by name, without those that are off and that earlier releases lack."""
         options = dataclasses.asdict(self)
         if not self.in_place:
             del options["in_place"]
-        return {**options, **options.pop("reencoding")}
+        if self.compress_columns == "none":
+            del options["compress_columns"]
+        return options
 
     def __post_init__(self) -> None:
         if self.shard_bytes < 1:

@@ -13,7 +13,7 @@ from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
 from datasvc.repository import Repository
-from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.ipc_reader import ObjectFiles
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset
 from datasvc.shards.versions.labels import with_class

@@ -25,8 +25,7 @@ from pyarrow import acero
 from datasvc.errors import CorruptDataError
 from datasvc.printable import count_text
 from datasvc.repository import Digest
-from datasvc.shards.format.ipc_reader import IpcReader
-from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.ipc_reader import IpcReader, ObjectFiles
 from datasvc.shards.format.overlays import ShardOverlay
 from datasvc.shards.format.schema import KEY, LABEL, is_blob
 from datasvc.shards.versions.dataset import Split

@@ -20,7 +20,16 @@ from datasvc.shards.format.digests import blob_views, digest_batch
 from datasvc.shards.format.overlaid_shard import OverlaidShard, open_table_shard
 from datasvc.shards.format.overlays import Overlays
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.schema import BOX_CLASSES, IMAGE, KEY, LABEL, is_blob, parse_box_classes
+from datasvc.shards.format.schema import (
+    BOX_CLASSES,
+    IMAGE,
+    KEY,
+    LABEL,
+    has_compression,
+    is_blob,
+    parse_box_classes,
+    with_compression,
+)
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.writer import ShardWriter
 from datasvc.shards.sources.common.source import prefix_keys
@@ -219,7 +228,8 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
         fields.append(sides[0].with_nullable(nullable))
     box_classes = classes[0] or classes[1]
     added = {BOX_CLASSES: box_classes} if box_classes else {}
-    return pa.schema(fields, metadata={**(head.metadata or {}), **added} or None)
+    combined = pa.schema(fields, metadata={**(head.metadata or {}), **added} or None)
+    return with_compression(combined, compressed=True) if has_compression(new) else combined
 
 
 def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:

@@ -15,9 +15,11 @@ from datasvc.repository.logs.references import split_selection
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset, read_version, readable_versions
 from datasvc.shards.versions.deletions import count_purged
+from datasvc.sizes import format_size
 from datasvc.threads import map_in_threads
 
 CLASS_SPREAD: Final = "class_spread"  # field of the entry of an ingest, see `labels.class_spread`
+COMPRESSION: Final = "compression"  # field of the entry of an ingest, see `IngestReport`
 MAX_SPREAD: Final = 0.3  # up to which shards count as alike
 _READS_AT_ONCE: Final = 8
 
@@ -217,4 +219,13 @@ def describe_spread(spread: float) -> str:
         f"shards differ in their classes (Cramér's V {spread:.2f}; 0: alike, 1: each class in shards of its own). "
         "Keep the loader's shuffle='global', because batches of a windowed shuffle would have few classes; or ingest "
         "without keep_order, which mixes the samples"
+    )
+
+
+def describe_compression(compression: Mapping[str, Any]) -> str:
+    """Return in words how the shards of an ingest were compressed; `compression` is the field of a split."""
+    size_bytes, before_bytes = compression["bytes"], compression["bytes"] + compression["saved_bytes"]
+    return (
+        f"compressed by {compression['codec']}: {before_bytes / max(1, size_bytes):.2f} times smaller "
+        f"({format_size(before_bytes)} -> {format_size(size_bytes)})"
     )

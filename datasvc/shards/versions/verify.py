@@ -22,8 +22,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader
-from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader, ObjectFiles
 from datasvc.shards.format.overlaid_shard import overlaid
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.salvage import missing_rows, readable_identities, sample_identities

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from datasvc.shards.format.sample_index import ByteRange
-from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.format.schema import shard_schema, with_compression
 from datasvc.shards.format.writer import IpcWriter, ShardWriter, describe_batch
 
 SCHEMA = shard_schema(
@@ -60,12 +60,15 @@ def check(raw, layout):
     return sum(batch.frame is not None for batch in layout.batches)
 
 
-@given(samples, st.sampled_from([200, 4 << 20]), st.booleans())
-def test_the_layout_has_the_positions_and_contents_of_record_batches(given_samples, batch_bytes, by_column):
+@given(samples, st.sampled_from([200, 4 << 20]), st.booleans(), st.booleans())
+def test_the_layout_has_the_positions_and_contents_of_record_batches(
+    given_samples, batch_bytes, by_column, compressed
+):
     sink = io.BytesIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)
-        with ShardWriter(sink, SCHEMA) as writer:
+        patch.setattr("datasvc.shards.format.compressed_batches._MIN_RATIO", 0)
+        with ShardWriter(sink, with_compression(SCHEMA, compressed=compressed)) as writer:
             if by_column:
                 views = {name: [sample[name] for sample in given_samples] for name in ("key", "image", "mask")}
                 views["key"] = [key.encode() for key in views["key"]]
@@ -76,6 +79,7 @@ def test_the_layout_has_the_positions_and_contents_of_record_batches(given_sampl
                     writer.append(sample)
     check(sink.getvalue(), writer.layout)
     assert writer.layout.num_samples == len(given_samples)
+    assert pa.ipc.open_file(sink.getvalue()).read_all().to_pylist() == given_samples
 
 
 def test_batches_of_large_blobs_have_a_frame_and_those_of_small_ones_a_digest():

@@ -20,7 +20,7 @@ from datasvc.shards import Shard, ShardWriter, ingest, open_dataset
 from datasvc.shards.format.digests import digest_batch
 from datasvc.shards.format.partial_reader import PartialShard, open_partial
 from datasvc.shards.format.sample_index import ByteRange, SampleIndex, ShardLayout
-from datasvc.shards.format.schema import image_schema, shard_schema
+from datasvc.shards.format.schema import image_schema, shard_schema, with_compression
 from tests.shards.written_versions import write_shard
 
 SCHEMA = shard_schema(
@@ -54,6 +54,7 @@ samples = st.lists(
 )
 # Shares at which every record batch has a frame, some have, and only those of large blobs have.
 shares = st.sampled_from([1, 2, 32])
+schemas = st.sampled_from([SCHEMA, with_compression(SCHEMA, compressed=True)])
 
 
 class Content:
@@ -82,6 +83,7 @@ def write(given_samples, share=32, schema=SCHEMA, batch_bytes=2000, batch_sample
         patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)
         patch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", batch_samples)
         patch.setattr("datasvc.shards.format.writer._MIN_MESSAGE_PER_FRAME", share)
+        patch.setattr("datasvc.shards.format.compressed_batches._MIN_RATIO", 0)
         with ShardWriter(sink, schema) as writer:
             for sample in given_samples:
                 writer.append(sample)
@@ -118,9 +120,9 @@ def draw_rows(data, num_samples):
     return np.array(data.draw(st.lists(st.integers(0, num_samples - 1), max_size=12)), np.int64)
 
 
-@given(samples, shares, st.data())
-def test_what_was_fetched_reads_as_of_the_whole_shard_however_it_came_together(given_samples, share, data):
-    whole, part, content = open_both(given_samples, share)
+@given(samples, shares, schemas, st.data())
+def test_what_was_fetched_reads_as_of_the_whole_shard_however_it_came_together(given_samples, share, schema, data):
+    whole, part, content = open_both(given_samples, share, schema=schema)
     rows = np.empty(0, np.int64)
     for _ in range(3):
         rows = np.concatenate([rows, draw_rows(data, whole.num_samples)])
@@ -163,9 +165,9 @@ def test_plans_read_each_byte_once_and_join_what_is_close(given_samples, share, 
     check_equal(part, whole, rows)
 
 
-@given(samples, shares, st.data())
-def test_a_flipped_bit_in_transit_is_found_before_anything_is_readable(given_samples, share, data):
-    whole, part, content = open_both(given_samples, share)
+@given(samples, shares, schemas, st.data())
+def test_a_flipped_bit_in_transit_is_found_before_anything_is_readable(given_samples, share, schema, data):
+    whole, part, content = open_both(given_samples, share, schema=schema)
     rows = np.arange(whole.num_samples)
     reads = part.plan(rows)
     read = data.draw(st.sampled_from(reads)) if reads else None
@@ -365,9 +367,9 @@ def test_a_message_that_is_no_record_batch_is_corrupt_though_its_digest_is_right
 
 def test_a_later_shard_format_is_refused():
     raw, index = write(IMAGES[:1], schema=image_schema(labelled=True))
-    schema = index.layout.schema.with_metadata({"datasvc.shard.format": "2"})
+    schema = index.layout.schema.with_metadata({"datasvc.shard.format": "3"})
     later = dataclasses.replace(index, layout=ShardLayout(schema, index.layout.batches))
-    with pytest.raises(ConfigError, match="this datasvc reads up to 1"):
+    with pytest.raises(ConfigError, match="this datasvc reads up to 2"):
         PartialShard(ObjectInfo(Digest("ab" * 32), len(raw)), later, "part")
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, Repository
 from datasvc.shards import open_dataset
-from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.ipc_reader import ObjectFiles
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.query.query import query
