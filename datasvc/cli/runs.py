@@ -75,6 +75,29 @@ def show(run: RunArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
 
 
 @app.command()
+def forecast(
+    run: RunArgument,
+    target: Annotated[float, typer.Argument(help="Value to which the curve should fall.")],
+    repo: RepoOption,
+    curve: Annotated[str, typer.Option(help="Curve of the steps or metric of the evaluations.")] = "loss",
+    as_json: JsonOption = False,
+) -> None:
+    """Show when a run is expected to reach a loss, with a 90 % interval, from its curve so far.
+
+    Example: datasvc runs forecast digits-cnn 0.05 --repo ./repo
+    """
+    from datasvc.repository import Repository
+    from datasvc.runs import read_run, resolve_run
+
+    repository = Repository.open(repo)
+    found = read_run(repository, *resolve_run(repository, run)).forecast(target, curve)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_line(str(found))
+
+
+@app.command()
 def signal(
     run: RunArgument,
     repo: RepoOption,

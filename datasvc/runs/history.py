@@ -18,6 +18,8 @@ from datasvc.shown import ShownTable, plot, render
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from datasvc.runs.forecast import Forecast
+
 RunState = Literal["running", "finished", "failed", "interrupted", "not responding"]
 MISSED_HEARTBEATS: Final = 6
 """A run whose newest part is older than so many heartbeats is not responding."""
@@ -226,6 +228,21 @@ class RunHistory(ShownTable):
             ConfigError: matplotlib is not installed, or there is no such curve; the message lists the others.
         """
         return plot(self, name, ax=ax)
+
+    def forecast(self, target: float, curve: str = "loss") -> Forecast:
+        """Return the step at which a curve is expected to have fallen to a value. Equal logs give equal forecasts.
+
+        Args:
+            target: the value.
+            curve: name in `series` or `evaluation`.
+
+        Raises:
+            ConfigError: there is no such curve, or it has fewer than 16 finite points after the first 5 % of the
+                steps; or the target is not finite.
+        """
+        from datasvc.runs.forecast import forecast_curve
+
+        return forecast_curve(self, target, curve)
 
     def to_html(self) -> str:
         """Return the report of the run as one HTML document, which loads nothing; all text of the log is escaped."""

@@ -57,6 +57,20 @@ def test_a_run_is_shown_with_its_problems_metrics_and_times(repository, log):
     assert as_json == json.loads(json.dumps(read_run(repository, log.name, log.id).to_dict()))
 
 
+def test_a_forecast_is_that_of_the_library(repository):
+    with RunLog.open(repository, "long") as log:
+        for step in range(1, 201):
+            log.report("step", step=step, loss=1 / step)
+    expected = read_run(repository, log.name, log.id).forecast(0.001)
+    assert expected.step == pytest.approx(1000, rel=0.3)
+    words = ["runs", "forecast", "long", "0.001", "--repo", repository.url]
+    assert run(*words).stdout == f"{expected}\n"
+    assert json.loads(run(*words, "--json").stdout) == expected.to_dict()
+    done = run("runs", "forecast", "long", "0.1", "--curve", "accuracy", "--repo", repository.url)
+    assert done.returncode == 2
+    assert "no curve 'accuracy'; its curves are: loss" in done.stderr
+
+
 def test_a_report_is_one_file_that_needs_no_other_and_runs_nothing(repository, log, tmp_path):
     path = tmp_path / "report.html"
     done = run("report", "digits-cnn", "--html", path, "--repo", repository.url)

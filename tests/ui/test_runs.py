@@ -62,6 +62,15 @@ def logged(tmp_path_factory):
         yield server, repository, done, failed
 
 
+def test_the_step_of_a_target_is_on_the_page_of_a_run(logged):
+    server, repository, done, _ = logged
+    expected = read_run(repository, done.name, done.id).forecast(0.01)
+    page = f"/runs/{done.ref}?target=0.01"
+    assert server.json(page, "forecast") == json.loads(json.dumps(expected.to_dict()))
+    assert str(expected) in texts(server.get(page)[2])
+    assert "target=&#39;x&#39; is not valid; expected a number" in server.get(f"/runs/{done.ref}?target=x")[2]
+
+
 def test_the_list_of_runs_is_that_of_the_library(logged):
     server, repository, done, failed = logged
     shown = server.json("/runs", "runs")

@@ -43,6 +43,7 @@ MODULES: Final = {
     "profile_check": "profile_check",
     "run_log": "run_log",
     "signals": "signals",
+    "loss_forecast": "loss_forecast",
     "models": "models",
     "models_sharded": "models_ranks",
     "models_local": "models_ranks",

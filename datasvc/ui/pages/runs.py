@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from datasvc.errors import ConfigError
 from datasvc.ledger.audit import find_ledgers
 from datasvc.ledger.signals import list_signals
 from datasvc.runs import RunHistory, RunSummary, list_runs
+from datasvc.runs.forecast import Forecast
 from datasvc.ui.pages.audit import audit_current_epoch, find_ledger_of
 from datasvc.ui.pages.histogram_charts import CHART_WIDTH
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
@@ -126,13 +128,20 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     folder = site.settings.ledgers
     ledger = find_ledger_of(folder, as_mapping(history.header.get("config")))
     current = audit_current_epoch(folder, ledger) if folder is not None and ledger is not None else None
+    forecast, problems = None, _problems(history)
+    try:
+        if (target := query.decimal("target")) is not None:
+            forecast = history.forecast(target)
+    except ConfigError as error:
+        problems.append(Problem(str(error), severity="warning"))
+    expected = {} if forecast is None else {"forecast": _forecast_panel(site, run, forecast)}
     audited = {} if current is None or current.panel is None else {"ledger": current.panel}
     return Page(
         template="run.html",
         title=run.ref,
         section="runs",
         crumbs=(Crumb("Runs", runs_link()), Crumb(run.name, runs_link(name=run.name)), Crumb(run.ref, _link(run))),
-        problems=tuple(_problems(history)),
+        problems=tuple(problems),
         panels={
             "run": Panel(
                 history.to_dict(),
@@ -145,6 +154,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
                 site.python("runs.signals", run.ref),
             ),
             **audited,
+            **expected,
         },
         view={
             "site": site,
@@ -163,12 +173,20 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "progress": as_number(run.latest.get("progress")),
             "charts": line_charts(history, width=CHART_WIDTH),
             "left_out": describe_left_out(history),
+            "target": query.text("target"),
+            "forecast": forecast,
             "time_chart": time_chart(history, width=CHART_WIDTH),
             "evaluation": [event for event in history.events if event.event == "evaluation"][-_MAX_EVENTS:],
             "events": [event for event in history.events if event.event not in {"diagnosis", "ranks"}][-_MAX_EVENTS:],
             "events_link": f"/api{_link(run)}/events" if is_live else None,
         },
     )
+
+
+def _forecast_panel(site: Site, run: RunSummary, forecast: Forecast) -> Panel:
+    target = f"{forecast.target:g}"
+    command = site.command("runs", "forecast", run.ref, target, "--json")
+    return Panel(forecast.to_dict(), command, f"{site.python('runs.read', run.ref)}.forecast({target})")
 
 
 def state_of(site: Site, parts: Parts) -> PageState:

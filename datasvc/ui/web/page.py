@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -108,6 +110,16 @@ class Query(dict[str, str]):
         if not _WHOLE_NUMBER.fullmatch(text) or not low <= int(text) <= high:
             raise ConfigError(f"{name}={text[:40]!r} is not valid; expected a whole number from {low} to {high}")
         return int(text)
+
+    def decimal(self, name: str) -> float | None:
+        """Return a finite number; None if it is absent. Raise ConfigError for anything else."""
+        text = self.text(name)
+        if text is None:
+            return None
+        with suppress(ValueError):
+            if math.isfinite(number := float(text)):
+                return number
+        raise ConfigError(f"{name}={text[:40]!r} is not valid; expected a number")
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
         """Return one of `choices`, by default the first. Raise ConfigError for anything else."""

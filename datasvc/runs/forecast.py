@@ -1,0 +1,175 @@
+"""When a loss will reach a target, from the curve so far, as Optimus (2018) and SLAQ (2017) do for their schedulers.
+
+The curve is fitted by `limit + scale * (step + shift) ** -exponent`; with the exponent 1, this is Optimus's. A fit
+knows nothing of what comes: a schedule that lowers the rate at the end bends the curve down, and the target is
+then reached earlier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from datasvc.errors import ConfigError
+from datasvc.runs.step_table import Floats
+
+if TYPE_CHECKING:
+    from datasvc.runs.history import RunHistory, Series
+
+_MIN_POINTS: Final = 16
+_NUM_BINS: Final = 64
+_NUM_DRAWS: Final = 200
+_BLOCK: Final = 4  # bins that are drawn together: what disturbs one bin disturbs the next
+_HORIZON: Final = 100  # a target that takes so many times the steps so far counts as not reached
+_SKIPPED_SHARE: Final = 0.05  # of the steps, at the start: a warm-up follows another curve
+_LOW, _HIGH = 5, 95  # percentiles of the interval
+_EXPONENTS: Final = np.linspace(0.1, 3, 117)
+_SHIFTS: Final = np.array([0, 0.02, 0.1, 0.3, 1, 3])  # in parts of the steps so far
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """When a curve of a run is expected to reach a value.
+
+    Attributes:
+        run: reference to the run.
+        curve: name of the curve.
+        target: the value.
+        newest_step: the last step that has a value.
+        step: expected step; None: it is not reached in 100 times the steps so far. Of a target that is reached
+            already, the first step at which the mean of neighbouring points was below it.
+        low, high: the step is between these in 90 % of repeated fits, widened by the factor by which a forecast from
+            the first half of the curve was wrong; None: it is not reached.
+        reached_share: fraction of the repeated fits that reach the target.
+        limit: value that the curve approaches.
+    """
+
+    run: str
+    curve: str
+    target: float
+    newest_step: int
+    step: int | None
+    low: int | None
+    high: int | None
+    reached_share: float
+    limit: float
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return (
+                f"{self.curve} {self.target:.4g} is not expected: the curve approaches {self.limit:.4g} "
+                f"({self.reached_share:.0%} of the fits reach it)"
+            )
+        if self.step <= self.newest_step:
+            return f"{self.curve} {self.target:.4g} was reached at about step {self.step:,}"
+        low, high = ("never" if each is None else f"{each:,}" for each in (self.low, self.high))
+        return (
+            f"{self.curve} {self.target:.4g} is expected at step {self.step:,} (90 % interval: {low} to {high}), "
+            f"{self.step / self.newest_step:.1f} times the steps so far"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as JSON values."""
+        return asdict(self)
+
+
+def forecast_curve(history: RunHistory, target: float, curve: str) -> Forecast:
+    """Return when a curve of a run is expected to fall to a target, see `RunHistory.forecast`."""
+    series = history.series.get(curve, history.evaluation.get(curve))
+    if series is None:
+        known = ", ".join([*history.series, *history.evaluation]) or "none"
+        raise ConfigError(f"{history.summary.ref} has no curve {curve!r}; its curves are: {known}")
+    if not np.isfinite(target):
+        raise ConfigError(f"the target is {target}; expected a finite number")
+    steps, values = _bins(series)
+    if len(steps) < _MIN_POINTS:
+        raise ConfigError(
+            f"{curve!r} of {history.summary.ref} has {len(steps)} points with finite values after its first steps; a "
+            f"forecast needs {_MIN_POINTS}"
+        )
+    newest = int(series.steps[-1])
+    fit = _Fit(steps, values, newest)
+    limit, expected = fit.solve(values[None])
+    (found,) = fit.crossing(target, limit)
+    below = steps[values <= target]
+    if found <= newest and len(below):
+        found = below[0]
+    limits, _ = fit.solve(expected + _draw_blocks(values - expected[0]))
+    crossings = fit.crossing(target, limits)
+    low, high = np.percentile(crossings, [_LOW, _HIGH], method="nearest")
+    if newest < found < np.inf:
+        # The noise says nothing of a curve of another kind. The error of a forecast of what is known does.
+        factor = _past_error(steps, values, expected[0])
+        low, high = max(newest, low / factor), high * factor if np.isfinite(high) else high
+    steps_or_none = [None if np.isinf(each) else max(1, round(each)) for each in (found, low, high)]
+    share = float(np.isfinite(crossings).mean())
+    return Forecast(history.summary.ref, curve, target, newest, *steps_or_none, share, float(limit[0]))
+
+
+def _bins(series: Series) -> tuple[Floats, Floats]:
+    """Return mean steps and values of up to `_NUM_BINS` bins of equal numbers of points, without the first steps."""
+    is_used = np.isfinite(series.values) & (series.steps > _SKIPPED_SHARE * series.steps[-1:].max(initial=0))
+    steps, values, counts = (each[is_used] for each in (series.steps, series.values, series.counts))
+    groups = [part for part in np.array_split(np.arange(len(steps)), _NUM_BINS) if len(part)]
+    means = [np.average([steps[part], values[part]], axis=1, weights=counts[part]) for part in groups]
+    return tuple(np.array(means).T) if means else (np.empty(0), np.empty(0))
+
+
+def _past_error(steps: Floats, values: Floats, expected: Floats) -> float:
+    """Return the factor, at least 1, by which a forecast from the first half was wrong about the newest step."""
+    half = len(steps) // 2
+    fit = _Fit(steps[:half], values[:half], int(steps[half - 1]))
+    limit, _ = fit.solve(values[None, :half])
+    (found,) = fit.crossing(float(expected[-1]), limit)
+    ratio = float(found / steps[-1])
+    return max(ratio, 1 / ratio)
+
+
+def _draw_blocks(residuals: Floats) -> Floats:
+    """Return residuals of repeated runs, `[draws, bins]`: blocks of those seen, at random places."""
+    random = np.random.default_rng(0)
+    count = len(residuals)
+    firsts = random.integers(0, count - _BLOCK + 1, (_NUM_DRAWS, -(-count // _BLOCK)))
+    places = (firsts[:, :, None] + np.arange(_BLOCK)).reshape(_NUM_DRAWS, -1)[:, :count]
+    return residuals[places] * random.choice([-1.0, 1.0], (_NUM_DRAWS, 1))
+
+
+class _Fit:
+    """Fits of curves at the same steps, over a grid of shifts and exponents: scale and limit are linear in it."""
+
+    def __init__(self, steps: Floats, values: Floats, newest: int) -> None:
+        self._shift, self._exponent = (each.ravel() for each in np.meshgrid(_SHIFTS * newest, _EXPONENTS))
+        self._newest = newest
+        self._falls = (steps + self._shift[:, None]) ** -self._exponent[:, None]  # [grid, bins]
+        # What came last says most about what comes, and the noise of a loss is about in proportion to it.
+        weights = steps / np.maximum(np.abs(values), 1e-6) ** 2
+        self._weights = weights / weights.sum()
+        self._chosen = self._scale = np.empty(0)
+
+    def solve(self, curves: Floats) -> tuple[Floats, Floats]:
+        """Fit curves, `[n, bins]`; return their limits, `[n]`, and the fitted values, `[n, bins]`."""
+        weights, falls = self._weights, self._falls
+        fall_means, means = falls @ weights, curves @ weights
+        centred = falls - fall_means[:, None]
+        variances = (centred**2) @ weights
+        scales = np.maximum(
+            ((curves * weights) @ centred.T) / variances, 0
+        )  # [n, grid]; a loss does not rise for ever
+        limits = means[:, None] - scales * fall_means
+        errors = -2 * scales * ((curves * weights) @ centred.T) + scales**2 * variances
+        # A loss has no limit below 0 if it is above 0.
+        errors[(limits < 0) & (curves.min(1) >= 0)[:, None]] = np.inf
+        self._chosen = errors.argmin(1)
+        rows = np.arange(len(curves))
+        self._scale = scales[rows, self._chosen]
+        limit = limits[rows, self._chosen]
+        return limit, limit[:, None] + self._scale[:, None] * falls[self._chosen]
+
+    def crossing(self, target: float, limits: Floats) -> Floats:
+        """Return the steps at which the curves that were fitted last reach the target, `[n]`; inf: they do not."""
+        ratio = np.divide(self._scale, target - limits, out=np.full_like(limits, np.inf), where=target > limits)
+        with np.errstate(over="ignore"):
+            steps = ratio ** (1 / self._exponent[self._chosen]) - self._shift[self._chosen]
+        return np.where(steps > _HORIZON * self._newest, np.inf, np.maximum(steps, 1))
