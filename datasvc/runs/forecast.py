@@ -8,15 +8,12 @@ then reached earlier.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from datasvc.errors import ConfigError
-from datasvc.runs.step_table import Floats
-
-if TYPE_CHECKING:
-    from datasvc.runs.history import RunHistory, Series
+from datasvc.runs.step_table import Floats, Series
 
 _MIN_POINTS: Final = 16
 _NUM_BINS: Final = 64
@@ -30,7 +27,7 @@ _SHIFTS: Final = np.array([0, 0.02, 0.1, 0.3, 1, 3])  # in parts of the steps so
 
 
 @dataclass(frozen=True)
-class Forecast:
+class LossForecast:
     """When a curve of a run is expected to reach a value.
 
     Attributes:
@@ -75,18 +72,14 @@ class Forecast:
         return asdict(self)
 
 
-def forecast_curve(history: RunHistory, target: float, curve: str) -> Forecast:
+def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossForecast:
     """Return when a curve of a run is expected to fall to a target, see `RunHistory.forecast`."""
-    series = history.series.get(curve, history.evaluation.get(curve))
-    if series is None:
-        known = ", ".join([*history.series, *history.evaluation]) or "none"
-        raise ConfigError(f"{history.summary.ref} has no curve {curve!r}; its curves are: {known}")
     if not np.isfinite(target):
         raise ConfigError(f"the target is {target}; expected a finite number")
     steps, values = _bins(series)
     if len(steps) < _MIN_POINTS:
         raise ConfigError(
-            f"{curve!r} of {history.summary.ref} has {len(steps)} points with finite values after its first steps; a "
+            f"{curve!r} of {ref} has {len(steps)} points with finite values after its first steps; a "
             f"forecast needs {_MIN_POINTS}"
         )
     newest = int(series.steps[-1])
@@ -105,7 +98,7 @@ def forecast_curve(history: RunHistory, target: float, curve: str) -> Forecast:
         low, high = max(newest, low / factor), high * factor if np.isfinite(high) else high
     steps_or_none = [None if np.isinf(each) else max(1, round(each)) for each in (found, low, high)]
     share = float(np.isfinite(crossings).mean())
-    return Forecast(history.summary.ref, curve, target, newest, *steps_or_none, share, float(limit[0]))
+    return LossForecast(ref, curve, target, newest, *steps_or_none, share, float(limit[0]))
 
 
 def _bins(series: Series) -> tuple[Floats, Floats]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pyarrow as pa
 
+from datasvc.errors import ConfigError
 from datasvc.runs.content import STEP
 from datasvc.runs.facts import RunEvent
+from datasvc.runs.forecast import LossForecast, forecast_curve
 from datasvc.runs.run_folders import started_s
-from datasvc.runs.step_table import Floats, Integers
+from datasvc.runs.step_table import Series
 from datasvc.shown import ShownTable, plot, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from datasvc.runs.forecast import Forecast
 
 RunState = Literal["running", "finished", "failed", "interrupted", "not responding"]
 MISSED_HEARTBEATS: Final = 6
@@ -126,36 +125,6 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
-class Series:
-    """Values by step, ascending. A point is one step, or the mean over several that the log has combined.
-
-    Attributes:
-        steps: int64[point], last step of each point.
-        values: float64[point], mean.
-        low: float64[point], minimum.
-        high: float64[point], maximum.
-        times: float64[point], when the last step was reported, in seconds since 1970.
-        counts: int64[point], number of steps that were reported in each point.
-    """
-
-    steps: Integers
-    values: Floats
-    low: Floats
-    high: Floats
-    times: Floats
-    counts: Integers
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the points as lists; a value that is not finite is None."""
-        floats = {name: [value if math.isfinite(value) else None for value in getattr(self, name).tolist()]
-                  for name in ("values", "low", "high")}  # fmt: skip
-        return {"steps": self.steps.tolist(), **floats, "times": self.times.tolist(), "counts": self.counts.tolist()}
-
-
-@dataclass(frozen=True)
 class RunHistory(ShownTable):
     """What the log of a run has.
 
@@ -229,7 +198,7 @@ class RunHistory(ShownTable):
         """
         return plot(self, name, ax=ax)
 
-    def forecast(self, target: float, curve: str = "loss") -> Forecast:
+    def forecast(self, target: float, curve: str = "loss") -> LossForecast:
         """Return the step at which a curve is expected to have fallen to a value. Equal logs give equal forecasts.
 
         Args:
@@ -240,9 +209,11 @@ class RunHistory(ShownTable):
             ConfigError: there is no such curve, or it has fewer than 16 finite points after the first 5 % of the
                 steps; or the target is not finite.
         """
-        from datasvc.runs.forecast import forecast_curve
-
-        return forecast_curve(self, target, curve)
+        series = self.series.get(curve, self.evaluation.get(curve))
+        if series is None:
+            known = ", ".join([*self.series, *self.evaluation]) or "none"
+            raise ConfigError(f"{self.summary.ref} has no curve {curve!r}; its curves are: {known}")
+        return forecast_curve(self.summary.ref, curve, series, target)
 
     def to_html(self) -> str:
         """Return the report of the run as one HTML document, which loads nothing; all text of the log is escaped."""

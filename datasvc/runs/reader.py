@@ -23,10 +23,10 @@ from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.store.storage import Storage
 from datasvc.runs.content import STEP
 from datasvc.runs.facts import RunEvent, to_number
-from datasvc.runs.history import RunHistory, RunSummary, Series, summarize
+from datasvc.runs.history import RunHistory, RunSummary, summarize
 from datasvc.runs.part import READS_AT_ONCE, Part, PartRange, choose_parts, read_parts
 from datasvc.runs.run_folders import RUNS, check_run_id, is_run_id, parse_run, run_folder
-from datasvc.runs.step_table import StepTable
+from datasvc.runs.step_table import Series, StepTable
 from datasvc.threads import map_in_threads
 
 _LISTINGS: Final = 8  # how often a reader lists a folder again while its parts are replaced

@@ -1,4 +1,4 @@
-"""`StepTable`: numbers of a run by step. Old steps are combined to mean, minimum and maximum: a log stays small.
+"""`StepTable` and `Series`: numbers of a run by step. Old steps are combined to mean, minimum and maximum.
 
 A *bin* is one row of a table: one step, or several consecutive steps that were combined.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -23,6 +24,36 @@ MAX_NAMES: Final = 1024
 """Most names of a stored table."""
 MAX_SHIFT: Final = 63
 """With bins of 2^63 steps, each table has one bin."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values by step, ascending. A point is one step, or the mean over several that the log has combined.
+
+    Attributes:
+        steps: int64[point], last step of each point.
+        values: float64[point], mean.
+        low: float64[point], minimum.
+        high: float64[point], maximum.
+        times: float64[point], when the last step was reported, in seconds since 1970.
+        counts: int64[point], number of steps that were reported in each point.
+    """
+
+    steps: Integers
+    values: Floats
+    low: Floats
+    high: Floats
+    times: Floats
+    counts: Integers
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the points as lists; a value that is not finite is None."""
+        floats = {name: [value if math.isfinite(value) else None for value in getattr(self, name).tolist()]
+                  for name in ("values", "low", "high")}  # fmt: skip
+        return {"steps": self.steps.tolist(), **floats, "times": self.times.tolist(), "counts": self.counts.tolist()}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import numpy as np
 from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart, stacked_areas
 from datasvc.drawing.numbers import thin_points
 from datasvc.printable import escape_controls
-from datasvc.runs.history import RunHistory, Series
+from datasvc.runs.history import RunHistory
 from datasvc.runs.resources import RESOURCES
+from datasvc.runs.step_table import Series
 from datasvc.views.run_words import STEP_PARTS, rank_changes
 
 _MAX_POINTS: Final = 600

@@ -21,7 +21,8 @@ from datasvc.drawing import (
 from datasvc.errors import ConfigError
 from datasvc.printable import text_value
 from datasvc.runs.facts import RunEvent
-from datasvc.runs.history import RunHistory, Series
+from datasvc.runs.history import RunHistory
+from datasvc.runs.step_table import Series
 from datasvc.views.run_charts import describe_left_out, line_charts, time_chart
 from datasvc.views.run_words import as_mapping, describe, facts, mean_times, rank_times, time_text, warnings
 from datasvc.views.view import fact_texts

@@ -15,8 +15,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.printable import escape_controls
 from datasvc.runs import RunHistory, list_runs
-from datasvc.runs.history import Series
-from datasvc.runs.step_table import Floats
+from datasvc.runs.step_table import Floats, Series
 from datasvc.ui.pages.histogram_charts import CHART_WIDTH
 from datasvc.ui.web.links import run_link, run_ref_link, runs_link, with_query
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse

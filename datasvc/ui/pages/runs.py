@@ -10,7 +10,7 @@ from datasvc.errors import ConfigError
 from datasvc.ledger.audit import find_ledgers
 from datasvc.ledger.signals import list_signals
 from datasvc.runs import RunHistory, RunSummary, list_runs
-from datasvc.runs.forecast import Forecast
+from datasvc.runs.forecast import LossForecast
 from datasvc.ui.pages.audit import audit_current_epoch, find_ledger_of
 from datasvc.ui.pages.histogram_charts import CHART_WIDTH
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
@@ -183,7 +183,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     )
 
 
-def _forecast_panel(site: Site, run: RunSummary, forecast: Forecast) -> Panel:
+def _forecast_panel(site: Site, run: RunSummary, forecast: LossForecast) -> Panel:
     target = f"{forecast.target:g}"
     command = site.command("runs", "forecast", run.ref, target, "--json")
     return Panel(forecast.to_dict(), command, f"{site.python('runs.read', run.ref)}.forecast({target})")
