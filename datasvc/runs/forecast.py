@@ -96,9 +96,9 @@ def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossF
         # The noise says nothing of a curve of another kind. The error of a forecast of what is known does.
         factor = _past_error(steps, values, expected[0])
         low, high = max(newest, low / factor), high * factor if np.isfinite(high) else high
-    steps_or_none = [None if np.isinf(each) else max(1, round(each)) for each in (found, low, high)]
+    step, first, last = (None if np.isinf(each) else max(1, round(each)) for each in (found, low, high))
     share = float(np.isfinite(crossings).mean())
-    return LossForecast(ref, curve, target, newest, *steps_or_none, share, float(limit[0]))
+    return LossForecast(ref, curve, target, newest, step, first, last, share, float(limit[0]))
 
 
 def _bins(series: Series) -> tuple[Floats, Floats]:
@@ -107,7 +107,8 @@ def _bins(series: Series) -> tuple[Floats, Floats]:
     steps, values, counts = (each[is_used] for each in (series.steps, series.values, series.counts))
     groups = [part for part in np.array_split(np.arange(len(steps)), _NUM_BINS) if len(part)]
     means = [np.average([steps[part], values[part]], axis=1, weights=counts[part]) for part in groups]
-    return tuple(np.array(means).T) if means else (np.empty(0), np.empty(0))
+    mean_steps, mean_values = np.array(means).T if means else np.empty((2, 0))
+    return mean_steps, mean_values
 
 
 def _past_error(steps: Floats, values: Floats, expected: Floats) -> float:
@@ -126,7 +127,8 @@ def _draw_blocks(residuals: Floats) -> Floats:
     count = len(residuals)
     firsts = random.integers(0, count - _BLOCK + 1, (_NUM_DRAWS, -(-count // _BLOCK)))
     places = (firsts[:, :, None] + np.arange(_BLOCK)).reshape(_NUM_DRAWS, -1)[:, :count]
-    return residuals[places] * random.choice([-1.0, 1.0], (_NUM_DRAWS, 1))
+    drawn: Floats = residuals[places] * random.choice([-1.0, 1.0], (_NUM_DRAWS, 1))
+    return drawn
 
 
 class _Fit:

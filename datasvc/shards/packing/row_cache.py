@@ -65,7 +65,8 @@ class RowMap:
                 found = self._find(shard)
                 self._kept[self._firsts[shard] : self._firsts[shard] + len(found)] = found
                 self._is_found[shard] = True
-            return self._kept[self._firsts[shards] + rows].astype(np.int64)
+            kept: Integers = self._kept[self._firsts[shards] + rows].astype(np.int64)
+            return kept
         mapped = np.empty_like(rows)
         by_shard = np.argsort(shards, kind="stable")
         cuts = np.flatnonzero(np.diff(shards[by_shard])) + 1
