@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from example_sources import arrays, image_files, mds, messages, tables, tars
+from example_sources import arrays, image_files, mds, messages, recordio, tables, tars
 from example_sources.contents import Contents, read_contents
 
 WRITERS: Final[Mapping[str, Callable[[Path, Contents], None]]] = {
@@ -34,6 +34,7 @@ WRITERS: Final[Mapping[str, Callable[[Path, Contents], None]]] = {
     "lmdb-pixels": messages.write_caffe_pixels,
     "lmdb-plain": messages.write_plain_lmdb,
     "tfrecord": messages.write_tfrecord,
+    "recordio": recordio.write_recordio,
     "mds": mds.write_mds,
     "npy": arrays.write_npy,
     "npz": arrays.write_npz,

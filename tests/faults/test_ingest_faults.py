@@ -144,7 +144,8 @@ def test_a_link_within_the_source_is_a_file_like_others(repository, folder):
     [
         ("a.parquet", b"PAR1 is not all it takes"), ("a.arrow", b"ARROW1"), ("a.csv", b""), ("a.jsonl", b"[1, 2\n"),
         ("a.tar", b"\0" * 100), ("a.tar", b"no tar" * 200), ("a.tar.gz", b"no gzip"), ("a.tar.zst", b"no zstd"),
-        ("a.npy", b"\x93NUMPY"), ("a.npz", b"PK"), ("a.tfrecord", b"\1\2\3"), ("data.mdb", b"x" * 8192),
+        ("a.npy", b"\x93NUMPY"), ("a.npz", b"PK"), ("a.tfrecord", b"\1\2\3"), ("a.rec", b"\1\2\3"),
+        ("data.mdb", b"x" * 8192),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_what_its_name_says_is_an_error_that_names_it(repository, tmp_path, name, content):

@@ -38,7 +38,7 @@ OPTIONS = {
 }
 MANIFESTS = ("csv", "jsonl", "parquet")
 # What has images and labels, and nothing else; what has images alone.
-LABELLED = ("folder", "imagenet", "huggingface", "huggingface-hub", "lmdb", "lmdb-pixels")
+LABELLED = ("folder", "imagenet", "huggingface", "huggingface-hub", "lmdb", "lmdb-pixels", "recordio")
 UNLABELLED = ("flat", "lmdb-plain")
 
 
@@ -173,6 +173,7 @@ WRITTEN = {
         ink=lambda digit: digit.levels.mean(axis=0).astype(np.float32).tolist(),
         **{"image/class/text": lambda digit: digit.name},
     ),
+    "recordio": lambda made: images(made, lambda digit, row: f"{digit.number}"),
     "mds": lambda made: images(made, mds_key, levels=levels, name=lambda digit: digit.name),
     "npy": lambda made: by_split(
         made,
@@ -240,6 +241,7 @@ HELD = [
     *[("folder", name) for name in ("folder", "flat")],
     *[("tfrecord", name) for name in (*LABELLED, *UNLABELLED, "webdataset", "tfrecord", "mds", "npy", "npz")],
     ("tfrecord", "text-lines"),
+    ("mxnet", "recordio"),
 ]
 
 

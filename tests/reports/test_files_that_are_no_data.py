@@ -148,7 +148,7 @@ def test_a_rest_of_a_download_or_job_is_named(tmp_path, rest):
 
 
 @pytest.mark.parametrize(
-    "name", ["a.csv", "a.jsonl", "a.parquet", "a.arrow", "a.tar", "a.tfrecord", "a.npy", "a.csv.gz"]
+    "name", ["a.csv", "a.jsonl", "a.parquet", "a.arrow", "a.tar", "a.tfrecord", "a.rec", "a.npy", "a.csv.gz"]
 )
 @pytest.mark.parametrize(
     ("content", "says"),

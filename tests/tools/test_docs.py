@@ -41,6 +41,7 @@ MADE = {
     "caffe-pixels": 1,
     "plain": 1,
     "records": 1,
+    "digits-of-mxnet": 1,
     "shards": 1,
     "levels": 2,
     "tokens": 1,

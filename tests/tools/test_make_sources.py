@@ -27,6 +27,7 @@ FORMAT_OF = {
     "lmdb-pixels": "lmdb",
     "lmdb-plain": "lmdb",
     "tfrecord": "tfrecord",
+    "recordio": "mxnet",
     "mds": "mds",
     "npy": "numpy",
     "npz": "numpy",

@@ -16,6 +16,7 @@ FOREIGN = {
     "torchvision": [],
     "WebDataset": ["webdataset"],
     "MosaicML Streaming": ["streaming", "transformers"],
+    "DALI": ["nvidia.dali"],
     "LitData": ["litdata"],
 }
 # The last release that is imported without its compiled operations, which ImageFolder and transforms do not need.
@@ -39,6 +40,7 @@ def test_each_program_is_there_before_and_after_the_change():
     found = [program_of(block) for page in PAGES for block in programs(page)]
     assert found == [
         *("torchvision", "after", "WebDataset", "after", "MosaicML Streaming", "after"),
+        *("DALI, with the files of MXNet's im2rec", "after"),
         *("LitData, once", "LitData", "LitData, as a source", "after"),
         *("Horovod", "after", "torch.save", "after", "MLflow", "after"),
     ]
@@ -62,7 +64,7 @@ def data(tmp_path_factory):
 @pytest.mark.slow
 def test_the_programs_on_data_run_after_the_change(data):
     repository = Repository.open(str(data / "repo"))
-    assert repository.names("datasets") == ["digits", "digits-lit", "shards", "tars"]
+    assert repository.names("datasets") == ["digits", "digits-lit", "records", "shards", "tars"]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def added(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torchvision", "WebDataset", "MosaicML Streaming", "LitData"])
+@pytest.mark.parametrize("name", ["torchvision", "WebDataset", "MosaicML Streaming", "DALI", "LitData"])
 def test_a_program_on_data_runs_before_the_change(name, data, added):
     missing = [package for package in FOREIGN[name] if find_spec(package) is None]
     if missing:

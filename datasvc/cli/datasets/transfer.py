@@ -46,7 +46,7 @@ DryRunOption = Annotated[
 
 
 # These are the keys of `datasvc.shards.export.FORMATS`, repeated because its import is too slow for `--help`.
-DatasetFormat = Literal["webdataset", "parquet", "mds", "lmdb", "folder", "coco", "tfrecord"]
+DatasetFormat = Literal["webdataset", "parquet", "mds", "lmdb", "folder", "coco", "tfrecord", "mxnet"]
 
 
 @options_from("models.transfer.copy_datasets.transfer_datasets")

@@ -29,6 +29,7 @@ from datasvc.shards.export.export_format import ExportFormat, ExportUnit, Writte
 from datasvc.shards.export.folder import FolderExport
 from datasvc.shards.export.lmdb_database import LmdbExport
 from datasvc.shards.export.mds import MdsExport
+from datasvc.shards.export.mxnet import MxnetExport
 from datasvc.shards.export.parquet import ParquetExport
 from datasvc.shards.export.records import ExportRecords, open_records
 from datasvc.shards.export.tfrecord import TfRecordExport
@@ -45,6 +46,7 @@ FORMATS: Final[Mapping[str, ExportFormat]] = {
         FolderExport(),
         CocoExport(),
         TfRecordExport(),
+        MxnetExport(),
     )
 }
 

@@ -48,6 +48,7 @@ _CLASSES: Final = {
     "huggingface": "tabular.huggingface.HuggingFaceSource",
     "lmdb": "records.lmdb_database.LmdbSource",
     "tfrecord": "records.tfrecord.TfRecordSource",
+    "mxnet": "records.mxnet.MxnetSource",
     "mds": "mds.mds.MdsSource",
     "numpy": "arrays.numpy_files.NumpySource",
     "tokens": "text.tokens.TokenSource",
@@ -62,6 +63,7 @@ _EXTENSIONS: Final = {
     "json-lines": (".jsonl", ".ndjson", ".json"),
     "lmdb": (".mdb", ".lmdb"),
     "tfrecord": (".tfrecord", ".tfrecords"),
+    "mxnet": (".rec",),
     "numpy": (".npy", ".npz"),
     "tokens": (".txt",),
     # Also pictures that are read with an option or a package only: the source says with which.

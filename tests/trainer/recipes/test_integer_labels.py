@@ -82,6 +82,7 @@ SOURCES = {
     "tfrecord": exported("tfrecord"),
     "mds": exported("mds"),
     "lmdb": exported("lmdb"),
+    "mxnet": exported("mxnet"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Sources of record files: TFRecord, and LMDB databases of Caffe's messages or other values."""
+"""Sources of record files: TFRecord, RecordIO of MXNet, and LMDB databases of Caffe's messages or other values."""
