@@ -144,6 +144,7 @@ def test_ranges_of_a_damaged_file_lose_and_repeat_nothing(tmp_path, monkeypatch,
         content[offset + 7] ^= 0x40  # in the flag
     expected = read_file(tmp_path, bytes(content))[1:]
     monkeypatch.setattr(mxnet, "_PART_BYTES", size_bytes)
+    monkeypatch.setattr(recordio, "_SCAN_BYTES", 9)  # magic numbers lie across the blocks that are scanned
     assert read_file(tmp_path, bytes(content))[1:] == expected
     assert len(expected[0]) == 56
 
