@@ -22,8 +22,8 @@ STEPS_PER_EPOCH = 8  # of 12 of the 96 blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# The training program, but for workers that kill themselves after the forward pass of a step, all those of one step
-# together. If `hosts` names a file, the job of fewer ranks adds a host, and waits for its worker in the given step.
+# The training program, but for workers that kill or stop themselves after the forward pass of a step, all those of
+# one step together. If `hosts` names a file, the job of fewer ranks adds a host, and waits for its worker in a step.
 PROGRAM = """
 import json, os, pathlib, signal, time
 import datasvc.trainer as hvd
@@ -41,7 +41,7 @@ def wait_until(function):
 def die(victims, step):
     (folder / f"{step}-{number}").touch()
     wait_until(lambda: all((folder / f"{step}-{victim}").exists() for victim in victims))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), getattr(signal, SCENARIO["signal"]))
 
 real_update = training.update
 def update(run, batch, mark):
@@ -66,7 +66,7 @@ class Jobs:
     def __init__(self, url, folder):
         self.url, self.folder = url, folder
 
-    def run(self, name, layout, *words, ranks, options=(), kills=(), returns=None):
+    def run(self, name, layout, *words, ranks, options=(), kills=(), returns=None, number="SIGKILL"):
         """Run the program; return its events, of all ranks."""
         # fmt: off
         command = [
@@ -78,7 +78,7 @@ class Jobs:
             "--report-every", "1", "--lost-after", "120", "--layout", layout, *words,
         ]
         # fmt: on
-        scenario = {"folder": str(self.folder), "kills": kills, "returns": returns}
+        scenario = {"folder": str(self.folder), "kills": kills, "returns": returns, "signal": number}
         environment = {
             **os.environ,
             "SCENARIO": json.dumps(scenario),
@@ -199,16 +199,19 @@ def test_a_pipeline_without_one_of_its_stages_is_taken_out(jobs, tmp_path):
 def test_replicas_that_make_each_step_together_go_on_after_the_last_one_with_the_bits_of_a_job_that_stopped_there(
     jobs, tmp_path
 ):
+    """A rank is stopped: only the end of its connections lets the others leave their collectives."""
     words = ("--epochs", "2", "--optimizer", "adamw", "--learning-rate", "0.003", "--ema-decay", "0.9")
     events = jobs.run(
         "stepped",
         "replica=3,shard=2",
-        *(*words, "--elastic", "--commit-every", "1000", "--ledger", str(tmp_path / "ledger")),
+        *(*words, "--elastic", "--lost-after", "6", "--commit-every", "1000", "--ledger", str(tmp_path / "ledger")),
         ranks=6,
         options=("--min-num-proc", "4"),
         kills=[(11, [3])],
+        number="SIGSTOP",
     )
     assert rounds(events) == [(6, 0), (4, 11)]
+    assert "rank 3, worker localhost:3:3 gave no sign of life and is terminated" in jobs.errors
     steps = [event["step"] for event in events if event["event"] == "step"]
     assert steps == list(range(1, 2 * STEPS_PER_EPOCH + 1))
     check_audit(tmp_path / "ledger")
