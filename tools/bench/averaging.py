@@ -1,4 +1,4 @@
-"""Weights averaged every few steps beside gradients in every step: two nodes of one rank over a slow link."""
+"""Weights averaged every few steps beside gradients in every step: two nodes over a slow link."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import datasvc.trainer as hvd
+from datasvc.printable import count_text
 from datasvc.trainer.recipes.models import build_model
 from tools.bench.ranks import say, time_block
 from tools.bench.runner import Options, Report, bench, turns
@@ -33,24 +34,27 @@ WAYS = (
     delay_ms=(20.0, "of the link, in each direction"),
     compute_ms=(50.0, "of a step"),
     steps=(32, "of a block, a multiple of 16"),
+    ranks=(1, "of each node"),
 )
 def averaging(options: Options) -> Report:
     """Steps per second and bytes per step of averaged weights beside averaged gradients, over a slow link.
 
-    The nodes are network namespaces with one rank each. A model has parameters of ResNet-18's sizes (47 MB); a step
-    sleeps for the time of its computation, so the processor is free, as if a GPU computed. In every round, in
-    alternating order: a block of steps of each way, by the time of the slower rank; the bytes are those that the link
-    has carried from rank 0, with all headers. Ratios are within each round.
+    The nodes are network namespaces, with one rank each unless told otherwise. A model has parameters of ResNet-18's
+    sizes (47 MB); a step sleeps for the time of its computation, so the processor is free, as if a GPU computed. In
+    every round, in alternating order: a block of steps of each way, by the time of the slowest rank; the bytes are
+    those that the link has carried from the node of rank 0, with all headers. Ratios are within each round.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     num_bytes: dict[str, list[float]] = defaultdict(list)
     with delayed_nodes(options.mbit * 1e6 / 8, options.delay_ms / 1e3) as nodes:
-        for block in run_on_nodes(nodes, 1, time_ways, options.repeats, options.compute_ms / 1e3, options.steps):
+        for block in run_on_nodes(
+            nodes, options.ranks, time_ways, options.repeats, options.compute_ms / 1e3, options.steps
+        ):
             seconds[block["way"]].append(block["s"])
             num_bytes[block["way"]].append(block["bytes"])
-    report = Report(
-        f"2 nodes of 1 rank, {options.mbit} Mbit/s, {options.delay_ms:g} ms, {options.compute_ms:g} ms a step"
-    )
+    nodes_text = f"2 nodes of {count_text(options.ranks, 'rank')}"
+    link_text = f"{options.mbit} Mbit/s, {options.delay_ms:g} ms"
+    report = Report(f"{nodes_text}, {link_text}, {options.compute_ms:g} ms a step")
     report.add_rows("steps/s", seconds, lambda value: 1 / value)
     report.add_rows("MB/step", num_bytes, lambda value: value / 1e6)
     for way in WAYS[1:]:
