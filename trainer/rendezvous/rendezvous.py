@@ -177,12 +177,11 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             self._send(messages.ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
 
-    def report_silent(self, ranks: Sequence[int]) -> None:
-        """Report to the driver that ranks of this round do not answer: it ends their processes, if they still run."""
-        assert self.assignment is not None, "a round has begun"
+    def report_silent(self, round_number: int, ranks: Sequence[int]) -> None:
+        """Report to the driver that ranks of a round do not answer: it ends their processes, if the round goes on."""
         # If the driver cannot be reached, the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
-            self._send(messages.SilentRanks(self.assignment.round_number, list(ranks)))
+            self._send(messages.SilentRanks(round_number, list(ranks)))
 
     def begin_training(self) -> None:
         """Report to the driver that the training function runs.

@@ -198,7 +198,9 @@ class CheckpointManager:
         return self._scheduler.cost
 
     def should_save(self, step: int, *, since: int | None = None) -> SaveTo:
-        """Return where to save now, the same on all ranks; false: nowhere. Every rank calls this after each step.
+        """Return where to save now, the same on all ranks; false: nowhere. Every rank calls this once after a step.
+
+        A second call with a step, or one with an earlier step, counts as a run that has gone back: it is due again.
 
         With `local`, pass the result on: `if to := manager.should_save(step): manager.save(state, step=step, to=to)`.
         After SIGTERM or Ctrl-C, if `grace` is set, the result is `SaveTo.REPOSITORY`: `stop_signal` is then set, and

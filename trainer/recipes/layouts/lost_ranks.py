@@ -22,11 +22,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store, _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 import datasvc.trainer as hvd
 from datasvc.errors import DatasvcError
@@ -57,7 +58,9 @@ class LostRankWatch:
 
     Args:
         lost_after_s: seconds without a sign of life after which a rank is asked whether it runs.
-        store: store of the round of an elastic job, over a connection of its own; None: the job is not elastic.
+        connect: returns the store of the round of an elastic job, over a connection of its own; None: the job is not
+            elastic. Called again if the connection is lost.
+        report_silent: in an elastic job, gets ranks that gave no sign of life for `lost_after_s`; it ends them.
         has_whole_model: whether each rank has the whole model. Such a rank is not ended: it may compute for long, as
             in an evaluation, and the engine finds what the launcher reports.
         end: called if the main thread does not leave its collectives after a report, or leaves them by an error and
@@ -68,7 +71,8 @@ class LostRankWatch:
         self,
         *,
         lost_after_s: float = LOST_AFTER_S,
-        store: RoundStore | None = None,
+        connect: Callable[[], RoundStore] | None = None,
+        report_silent: Callable[[list[int]], None] | None = None,
         has_whole_model: bool = False,
         end: Callable[[], None] | None = None,
     ) -> None:
@@ -76,11 +80,12 @@ class LostRankWatch:
         self._lost_after_s = lost_after_s
         self._end = end or ((lambda: None) if has_whole_model else self._end_process)
         # A connection of its own: the main thread may wait in the other one.
-        self._store: Store = cast("Any", _get_default_store()).clone() if store is None else store
-        self._find_broken: Callable[[], str] = (lambda: "") if store is None or has_whole_model else store.find_broken
-        self._leave_s = _LEAVE_S if store is None else _ELASTIC_LEAVE_S
+        self._connect, self._report_silent = connect, report_silent
+        self._store: Any = cast("Any", _get_default_store()).clone() if connect is None else connect()
+        self._heeds_launcher = connect is not None and not has_whole_model
+        self._leave_s = _LEAVE_S if connect is None else _ELASTIC_LEAVE_S
         again = "start the job again: it continues its newest version, also with another layout"
-        self._remedy = again if store is None else "the job continues with the ranks that are left"
+        self._remedy = again if connect is None else "the job continues with the ranks that are left"
         self._wake, self._closed, self._failed = threading.Event(), threading.Event(), threading.Event()
         self._found, self._left = threading.Event(), threading.Event()
         self._reporting = threading.Lock()
@@ -132,11 +137,14 @@ class LostRankWatch:
         try:
             while not self._is_over:
                 self._pulse()
-                if broken := self._find_broken():
+                if self._heeds_launcher and (broken := self._store.find_broken()):
                     self._report(broken)
                     break
-                value = self._store.get(_beat_key(next_rank)) if self._store.check([_beat_key(next_rank)]) else b""
+                has_begun = self._store.check([_beat_key(next_rank)])
+                value = self._store.get(_beat_key(next_rank)) if has_begun else b""
                 silent_s = silence.look(value, time.monotonic())
+                if not has_begun and self._report_silent is not None:
+                    silent_s = 0.0  # it may still be getting the state
                 reason = _FAILURE if self._failed.is_set() else ""
                 if silent_s > self._lost_after_s and value != _ENDED.encode():
                     reason = reason or _SILENCE
@@ -151,10 +159,24 @@ class LostRankWatch:
             if self._closed.is_set():
                 self._store.set(_beat_key(self._rank), _ENDED)
         except (RuntimeError, ValueError):
+            if self._connects_again():
+                self._watch()
+                return
             _LOG.debug("rank %d no longer watches the other ranks", self._rank, exc_info=True)
             # Without a store, no rank can answer. Its host may have ended as it should, before this rank.
             self._message = "the connection to the store of the job was lost: the launcher, or rank 0 without one"
             self._found.set()
+
+    def _connects_again(self) -> bool:
+        """Connect to the store again, once: a rank that no longer counts would be ended."""
+        if self._connect is None or self._is_over:
+            return False
+        connect, self._connect = self._connect, None
+        try:
+            self._store = connect()
+        except (RuntimeError, ValueError):
+            return False
+        return True
 
     def _watch_store(self) -> None:
         """Report the store if the other thread waits for it."""
@@ -180,8 +202,10 @@ class LostRankWatch:
         if int(asker) == self._rank:
             self._wait_for([f"answer/{rank}" for rank in range(self._size)], _ANSWER_S)
             lost = self._find_lost()
+            if reason == _SILENCE and self._report_silent is not None:
+                lost = self._end_silent(lost)
             self._store.set(self._key("lost"), json.dumps(lost))
-        elif self._wait_for(["lost"], _ANSWER_S + 2 * POLL_S):
+        elif self._wait_for(["lost"], _ANSWER_S + 2 * POLL_S + (self._lost_after_s if reason == _SILENCE else 0.0)):
             lost = json.loads(self._store.get(self._key("lost")))
         else:
             lost = sorted({int(asker), *self._find_lost()})
@@ -189,13 +213,23 @@ class LostRankWatch:
         if lost:
             ranks = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
             silence = f", without a sign of life for {self._lost_after_s:g} s" if reason == _SILENCE else ""
-            if (rendezvous := current_rendezvous()) is not None:
-                rendezvous.report_silent(lost)
             self._report(f"{ranks} lost, of {self._size}{silence}: read the output there, and {self._remedy}")
         elif reason == _FAILURE:
             self._report(f"a connection was lost, and all ranks run: {self._remedy}")
         else:
             _LOG.info("rank %s missed signs of life of the next rank, which runs", asker)
+
+    def _end_silent(self, lost: list[int]) -> list[int]:
+        """Have silent ranks ended; return those that are lost. They have counted, and were silent for long enough."""
+        assert self._report_silent is not None
+        # Only the next rank has been watched so far: give the others as long.
+        others = [f"answer/{rank}" for rank in lost if rank != (self._rank + 1) % self._size]
+        self._wait_for(others, self._lost_after_s)
+        lost = self._find_lost()
+        silent = [rank for rank in lost if self._store.check([_beat_key(rank)])]
+        if silent and not self._closed.is_set():
+            self._report_silent(silent)
+        return lost
 
     def _find_lost(self) -> list[int]:
         """Return the ranks that have neither answered nor ended."""
@@ -281,8 +315,15 @@ def watching_round(config: Any) -> Iterator[LostRankWatch | None]:
     if has_whole_model and (rendezvous is None or hvd.size() == 1):
         yield None
         return
-    store = None if rendezvous is None else rendezvous.watched_store(os.environ)
-    watch = LostRankWatch(lost_after_s=config.lost_after, store=store, has_whole_model=has_whole_model)
+    connect = report = None
+    if rendezvous is not None:
+        assert rendezvous.assignment is not None, "a round has begun"
+        # The number of now: a thread may report when the next round has other ranks of these numbers.
+        report = partial(rendezvous.report_silent, rendezvous.assignment.round_number)
+        connect = partial(rendezvous.watched_store, os.environ)
+    watch = LostRankWatch(
+        lost_after_s=config.lost_after, connect=connect, report_silent=report, has_whole_model=has_whole_model
+    )
     try:
         yield None if has_whole_model else watch
     except BaseException:

@@ -152,9 +152,11 @@ def _first_records(url: str, parts: Sequence[SourcePart]) -> dict[str, bytes]:
             for name, record in islice(contents, _FIRST_RECORDS):
                 if isinstance(record, BadSampleError):
                     problem = problem or f"{name}: {record}"
-                elif size_bytes < _FIRST_BYTES:
-                    records[name] = record
-                    size_bytes += len(record)
+                    continue
+                records[name] = record
+                size_bytes += len(record)
+                if size_bytes >= _FIRST_BYTES:
+                    break
     if not records:
         error = ConfigError if problem else NotFoundError
         raise error(f"cannot ingest {redact_url(url)}: it has no record: {problem or 'the files are empty'}")
@@ -168,7 +170,9 @@ def _schema_of(records: Sequence[bytes]) -> pa.Schema:
     if images := _images(records):
         label_type = pa.list_(pa.float32())
         if not any(image.is_labelled_by_list for image in images):
-            label_type = pa.int32() if all(image.labels.item().is_integer() for image in images) else pa.float32()
+            labels = [image.labels.item() for image in images]
+            is_class = all(label.is_integer() and abs(label) < 1 << 31 for label in labels)
+            label_type = pa.int32() if is_class else pa.float32()
         return pa.schema([key, image_field(IMAGE), pa.field(LABEL, label_type, nullable=False)])
     if any(map(looks_like_image, records)):
         return pa.schema([key, image_field(IMAGE)])

@@ -28,17 +28,22 @@ _SCAN_BYTES: Final = 4096
 def frame(record: bytes) -> bytes:
     """Return a record of at most `MAX_RECORD_BYTES` as it is stored in a file."""
     parts, start = [], 0
-    found = record.find(MAGIC)
-    while found >= 0:
-        if found % 4 == 0:
-            parts.append(record[start:found])
-            start = found + len(MAGIC)
-        found = record.find(MAGIC, found + 1)
+    while (found := _find_magic(record, start)) >= 0:
+        parts.append(record[start:found])
+        start = found + len(MAGIC)
     parts.append(record[start:])
     flags = [_FIRST, *[_MIDDLE] * (len(parts) - 2), _LAST] if len(parts) > 1 else [_WHOLE]
     heads = [_HEADER.pack(MAGIC, flag << _LENGTH_BITS | len(part)) for flag, part in zip(flags, parts, strict=True)]
     # Only the last part needs padding: the others end at a multiple of 4 bytes.
     return b"".join(map(bytes.__add__, heads, parts)) + bytes(-len(record) % 4)
+
+
+def _find_magic(content: bytes, start: int = 0) -> int:
+    """Return the first place of the magic number from `start` on, a multiple of 4; -1 if there is none."""
+    found = content.find(MAGIC, start)
+    while found % 4 and found >= 0:
+        found = content.find(MAGIC, found + 1)
+    return found
 
 
 def read_records(stream: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes | BadSampleError]]:
@@ -89,6 +94,11 @@ class _PartStream:
         self.offset += len(content)
         return content
 
+    def take_back(self, content: bytes) -> None:
+        """Move back by the end of what was read last."""
+        self._unread = content + self._unread
+        self.offset -= len(content)
+
     def skip_to_start(self) -> None:
         """Move to the next part that starts a record, or to the end of the file."""
         while len(head := self.peek()) >= _HEADER.size:
@@ -111,6 +121,7 @@ def _flag(head: bytes) -> int | None:
 def _read_record(file: _PartStream) -> bytes:
     """Read and return the record at the offset of `file`. Raise BadSampleError if it is damaged or too large."""
     parts: list[bytes] = []
+    size_bytes = -len(MAGIC)
     flag: int | None = _FIRST
     while flag in (_FIRST, _MIDDLE):
         flag, expected = _flag(file.peek()), _CONTINUATIONS if parts else _STARTS
@@ -119,15 +130,19 @@ def _read_record(file: _PartStream) -> bytes:
             flags = " or ".join(map(str, expected))
             raise BadSampleError(f"expected the magic number of a part and the flag {flags} at byte {file.offset}")
         length = _HEADER.unpack(file.read(_HEADER.size))[1] & MAX_RECORD_BYTES
-        size_bytes = sum(map(len, parts)) + length
+        size_bytes += len(MAGIC) + length
         if size_bytes > MAX_SAMPLE_BYTES:
             raise BadSampleError(f"it has {size_bytes} bytes; expected at most {MAX_SAMPLE_BYTES}")
         padding = -length % 4
         content = file.read(length + padding)
+        if (found := _find_magic(content)) >= 0:
+            # It is the start of the next part, which may be that of an intact record.
+            file.take_back(content[found:])
+            raise BadSampleError(f"its length is wrong: another part starts inside of it, at byte {file.offset}")
         if len(content) < length + padding:
             raise BadSampleError(f"the file ends at byte {file.offset}, inside of {length} bytes")
         parts.append(content[:length])
-    # Only this shows that a length is wrong. A file that ends in the next header is an error of the next record.
+    # A length that is too small shows only here. A file that ends in the next header is an error of the next record.
     if not MAGIC.startswith(file.peek()[: len(MAGIC)]):
         raise BadSampleError(f"its length is wrong: no record starts at its end, byte {file.offset}")
     return MAGIC.join(parts)

@@ -118,10 +118,12 @@ A, B, C = (image_record(number, number, IMAGES[number]) for number in range(3))
         (part(1, B), 1, "flag 2 or 3"),  # is not continued
         (part(5, B), 1, "flag 0 or 1"),
         (b"\0" + part(0, B)[1:], 2, "no record starts at its end"),  # of the record before
-        (part(0, B)[:4] + (len(B) + 4).to_bytes(4, "little") + part(0, B)[8:], 2, "no record starts at its end"),
+        (part(0, B)[:4] + (len(B) + 4).to_bytes(4, "little") + part(0, B)[8:], 1, "another part starts inside"),
         (part(0, B)[:4] + ((1 << 29) - 1).to_bytes(4, "little") + part(0, B)[8:], 1, "expected at most"),
-        (part(0, B)[:4] + (1 << 20).to_bytes(4, "little") + part(0, B)[8:], 2, "the file ends at byte"),
-        (part(0, B)[:100], 2, "no record starts at its end"),
+        (part(0, B)[:4] + (1 << 20).to_bytes(4, "little") + part(0, B)[8:], 1, "another part starts inside"),
+        (part(0, B)[:100], 1, "another part starts inside"),
+        (part(0, B)[:4] + (len(B) - 4).to_bytes(4, "little") + part(0, B)[8:], 1, "no record starts at its end"),
+        (part(1, b"") + part(2, b"") * (1 << 12) + part(3, b""), 1, "declares"),
         (part(0, (1 << 20).to_bytes(4, "little") + bytes(20)), 1, "declares 1048576 labels"),
         (part(0, b"short"), 1, "it has 5 bytes"),
     ],
@@ -133,6 +135,13 @@ def test_damage_is_named_by_file_and_offset_and_the_records_around_it_are_read(t
     assert place in (f"a.rec#{len(part(0, A))}", "a.rec#0")
     assert len(samples) == 3 - lost
     assert {sample["image"] for sample in samples} <= {IMAGES[0], IMAGES[2]}
+
+
+def test_empty_parts_count_toward_the_limit_of_a_record_and_take_no_quadratic_time(monkeypatch):
+    monkeypatch.setattr(recordio, "MAX_SAMPLE_BYTES", 1000)
+    content = part(1, b"") + part(2, b"") * 1000 + part(3, b"")
+    ((_, found),) = recordio.read_records(io.BytesIO(content), 0, len(content))
+    assert "it has 1004 bytes; expected at most 1000" in str(found)
 
 
 @pytest.mark.parametrize("size_bytes", [64, 1024, 4096])

@@ -64,17 +64,18 @@ class WatchWithoutRank1(LostRankWatch):
 @pytest.fixture
 def watch(monkeypatch):
     """Return a function that starts the watch of a rank of three, with short times; `ended` has those that end."""
-    for name, seconds in (("POLL_S", 0.01), ("_ANSWER_S", 0.5), ("_LEAVE_S", 0.1), ("_UNWIND_S", 0.1)):
+    leaving = dict.fromkeys(("_LEAVE_S", "_ELASTIC_LEAVE_S", "_UNWIND_S"), 0.1)
+    for name, seconds in {"POLL_S": 0.01, "_ANSWER_S": 0.5, **leaving}.items():
         monkeypatch.setattr(lost_ranks, name, seconds)
     monkeypatch.setattr(hvd, "size", lambda: 3)
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
     monkeypatch.setattr(lost_ranks, "_world", SimpleNamespace(pg_map={}))
     watches, ended = [], queue.Queue()
 
-    def start(store, rank, lost_after_s=0.3, kind=LostRankWatch, round_store=None):
+    def start(store, rank, lost_after_s=0.3, kind=LostRankWatch, **elastic):
         monkeypatch.setattr(lost_ranks, "_get_default_store", lambda: store)
         monkeypatch.setattr(hvd, "rank", lambda: rank)
-        watches.append(kind(lost_after_s=lost_after_s, store=round_store, end=lambda: ended.put(rank)))
+        watches.append(kind(lost_after_s=lost_after_s, **elastic, end=lambda: ended.put(rank)))
         return watches[-1]
 
     start.ended = ended
@@ -103,18 +104,35 @@ def test_a_lost_rank_is_reported_within_10_s():
     assert seen_s + silent_s + answered_s <= 10.0
 
 
-def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch, monkeypatch):
+def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch):
     store, reported = SharedStore(), []
-    elastic = SimpleNamespace(report_silent=reported.append)
-    monkeypatch.setattr(lost_ranks, "current_rendezvous", lambda: elastic)
     store.set("layout/beat/1", "7")
     store.set("layout/beat/2", "9")
-    alone = watch(store, 0)
+    alone = watch(store, 0, connect=lambda: store, report_silent=reported.append, has_whole_model=True)
     assert watch.ended.get(timeout=30) == 0
     text = str(alone.explain(RuntimeError("gloo: closed")))
     assert "ranks 1, 2 were lost, of 3, without a sign of life for 0.3 s: read the output there" in text
     assert text.endswith("(gloo: closed)")
     assert reported == [[1, 2]]  # to the launcher of an elastic job
+
+
+def test_the_launcher_ends_no_rank_that_has_not_begun_or_for_a_broken_connection(watch):
+    store, reported = SharedStore(), []
+    store.set("layout/beat/1", "7")
+    elastic = {"connect": lambda: store, "report_silent": reported.append, "has_whole_model": True}
+    alone = watch(store, 0, **elastic)  # rank 2 still gets the state
+    assert alone._found.wait(30)
+    failed = watch(SharedStore(), 0, lost_after_s=1e6, **{**elastic, "connect": SharedStore})
+    assert "ranks 1, 2 were lost" in str(failed.explain(RuntimeError("gloo: closed")))
+    assert reported == [[1]]
+
+
+def test_a_rank_whose_connection_to_the_store_of_a_round_is_lost_counts_again(watch):
+    store = SharedStore()
+    stores = [BrokenStore(), store]
+    watch(store, 0, lost_after_s=1e6, connect=lambda: stores.pop(0), has_whole_model=True)
+    while "layout/beat/0" not in store.values:
+        threading.Event().wait(0.01)
 
 
 def test_a_rank_that_fails_reports_which_rank_is_lost(watch, monkeypatch):
@@ -301,7 +319,7 @@ class RoundStore(SharedStore):
 
 
 def test_a_loss_that_the_launcher_reports_ends_the_collectives_of_a_round_and_no_process(watch):
-    waiting = watch(None, 0, lost_after_s=1e6, round_store=RoundStore())
+    waiting = watch(None, 0, lost_after_s=1e6, connect=RoundStore)
     with pytest.raises(hvd.HorovodInternalError, match="rank 2, worker a:2:2 has exited"):  # noqa: SIM117
         with explaining_lost_ranks(waiting):
             assert waiting._found.wait(60.0)
