@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from datasvc.errors import ConfigError
-from datasvc.runs.step_table import Floats, Series
+from datasvc.runs.step_table import Floats, Integers, Series
 
 _MIN_POINTS: Final = 16
 _NUM_BINS: Final = 64
@@ -34,9 +34,9 @@ class LossForecast:
         run: reference to the run.
         curve: name of the curve.
         target: the value.
-        newest_step: the last step that has a value.
+        newest_step: the last step that has a finite value.
         step: expected step; None: it is not reached in 100 times the steps so far. Of a target that is reached
-            already, the first step at which the mean of neighbouring points was below it.
+            already, the first step at which two means of neighbouring points were below it.
         low, high: the step is between these in 90 % of repeated fits, widened by the factor by which a forecast from
             the first half of the curve was wrong; None: it is not reached.
         reached_share: fraction of the repeated fits that reach the target.
@@ -76,19 +76,18 @@ def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossF
     """Return when a curve of a run is expected to fall to a target, see `RunHistory.forecast`."""
     if not np.isfinite(target):
         raise ConfigError(f"the target is {target}; expected a finite number")
-    steps, values = _bins(series)
+    # A run that continues another one, or a schedule of its own, has a curve from its own start.
+    start = int(series.steps[0]) - 1 if len(series) else 0
+    steps, values = _bins(series.steps - start, series)
     if len(steps) < _MIN_POINTS:
         raise ConfigError(
             f"{curve!r} of {ref} has {len(steps)} points with finite values after its first steps; a "
             f"forecast needs {_MIN_POINTS}"
         )
-    newest = int(series.steps[-1])
+    newest = int(series.steps[np.isfinite(series.values)][-1]) - start
     fit = _Fit(steps, values, newest)
     limit, expected = fit.solve(values[None])
     (found,) = fit.crossing(target, limit)
-    below = steps[values <= target]
-    if found <= newest and len(below):
-        found = below[0]
     limits, _ = fit.solve(expected + _draw_blocks(values - expected[0]))
     crossings = fit.crossing(target, limits)
     low, high = np.percentile(crossings, [_LOW, _HIGH], method="nearest")
@@ -96,15 +95,19 @@ def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossF
         # The noise says nothing of a curve of another kind. The error of a forecast of what is known does.
         factor = _past_error(steps, values, expected[0])
         low, high = max(newest, low / factor), high * factor if np.isfinite(high) else high
-    step, first, last = (None if np.isinf(each) else max(1, round(each)) for each in (found, low, high))
+    # Two bins: the noise may bring one below the target.
+    below = steps[:-1][(values[:-1] <= target) & (values[1:] <= target)]
+    if len(below):
+        found = low = high = below[0]
+    step, first, last = (None if np.isinf(each) else start + max(1, round(each)) for each in (found, low, high))
     share = float(np.isfinite(crossings).mean())
-    return LossForecast(ref, curve, target, newest, step, first, last, share, float(limit[0]))
+    return LossForecast(ref, curve, target, start + newest, step, first, last, share, float(limit[0]))
 
 
-def _bins(series: Series) -> tuple[Floats, Floats]:
+def _bins(numbers: Integers, series: Series) -> tuple[Floats, Floats]:
     """Return mean steps and values of up to `_NUM_BINS` bins of equal numbers of points, without the first steps."""
-    is_used = np.isfinite(series.values) & (series.steps > _SKIPPED_SHARE * series.steps[-1:].max(initial=0))
-    steps, values, counts = (each[is_used] for each in (series.steps, series.values, series.counts))
+    is_used = np.isfinite(series.values) & (numbers > _SKIPPED_SHARE * numbers[-1:].max(initial=0))
+    steps, values, counts = (each[is_used] for each in (numbers, series.values, series.counts))
     groups = [part for part in np.array_split(np.arange(len(steps)), _NUM_BINS) if len(part)]
     means = [np.average([steps[part], values[part]], axis=1, weights=counts[part]) for part in groups]
     mean_steps, mean_values = np.array(means).T if means else np.empty((2, 0))
@@ -158,8 +161,9 @@ class _Fit:
         errors[(limits < 0) & (curves.min(1) >= 0)[:, None]] = np.inf
         self._chosen = errors.argmin(1)
         rows = np.arange(len(curves))
-        self._scale = scales[rows, self._chosen]
-        limit = limits[rows, self._chosen]
+        has_fit = np.isfinite(errors[rows, self._chosen])
+        self._scale = np.where(has_fit, scales[rows, self._chosen], 0.0)
+        limit = np.where(has_fit, limits[rows, self._chosen], means)
         return limit, limit[:, None] + self._scale[:, None] * falls[self._chosen]
 
     def crossing(self, target: float, limits: Floats) -> Floats:

@@ -11,12 +11,12 @@ from datasvc.runs import RunLog, Series, read_run
 STEPS = 2000
 
 
-def history_of(repository, values):
+def history_of(repository, values, before=0):
     """The history of a run whose log combines no steps: its curve is replaced by these values."""
     with RunLog.open(repository, "falling") as log:
         log.report("step", step=1, loss=1.0)
     values = np.asarray(values, np.float64)
-    numbers = np.arange(1, len(values) + 1)
+    numbers = np.arange(1, len(values) + 1) + before
     series = Series(numbers, values, values, values, numbers.astype(float), np.ones_like(numbers))
     return dataclasses.replace(read_run(repository, log.name, log.id), series={"loss": series})
 
@@ -49,6 +49,24 @@ def test_a_target_that_is_reached_already_has_the_step_at_which_it_was(repositor
     forecast = history_of(repository, 100 / np.arange(1, STEPS + 1)).forecast(100 / 500)
     assert forecast.step == pytest.approx(500, abs=STEPS / 64)
     assert "was reached at about step" in str(forecast)
+
+
+def test_a_loss_that_rises_again_has_reached_the_targets_on_its_way(repository):
+    forecast = history_of(repository, 0.2 + np.abs(np.arange(1, 1001) - 300) / 100).forecast(0.5)
+    assert forecast.step == forecast.low == forecast.high == pytest.approx(280, abs=1000 / 64)
+
+
+def test_the_curve_of_a_run_that_continues_another_one_begins_at_its_own_first_step(repository):
+    values = 1 + 10 / np.sqrt(np.arange(1, STEPS + 1) + 10)
+    first, later = (history_of(repository, values, before).forecast(1.15) for before in (0, 100_000))
+    assert first.step is not None
+    assert (later.step, later.low, later.newest_step) == (first.step + 100_000, first.low + 100_000, STEPS + 100_000)
+    assert later.limit == first.limit >= 0
+
+
+def test_steps_after_the_last_finite_value_do_not_count(repository):
+    values = np.append(1 / np.arange(1, 601), np.full(400, np.nan))
+    assert history_of(repository, values).forecast(0.001).newest_step == 600
 
 
 @pytest.mark.parametrize("values", [[], [1.0] * 15, [np.nan] * 100, [np.inf] * 90 + [1.0] * 10])

@@ -19,6 +19,7 @@ from datasvc.shards import Shard, ShardWriter, ingest, open_dataset
 from datasvc.shards.export.exporter import export
 from datasvc.shards.format import compressed_batches, reader, schema, shard_table, writer
 from datasvc.shards.format.compressed_batches import choose_columns
+from datasvc.shards.format.ipc_reader import read_table
 from datasvc.shards.format.overlaid_shard import open_table_shard
 from datasvc.shards.format.reader import open_shard
 from datasvc.shards.format.schema import has_compression, shard_schema, with_compression
@@ -115,15 +116,28 @@ def test_the_measure_decides(monkeypatch, ratio):
     assert is_plain == (ratio == 100)
 
 
-def test_a_batch_that_readers_would_refuse_is_stored_as_it_is(monkeypatch):
+def test_a_batch_that_readers_would_refuse_is_larger_than_it_would_have_to_be(monkeypatch):
     monkeypatch.setattr(writer, "BATCH_SAMPLES", 100)
     samples = [{**sample(number), "caption": caption(random.Random(number))} for number in range(100)]
     samples += [{**each, "key": "k", "caption": "x" * 100_000, "noise": 0, "tokens": [0] * 4} for each in samples]
     content, _ = written(samples)
-    assert b"x" * 100_000 in content
-    assert b"red dog" not in content
+    assert 10_000_000 / 64 < len(content) < 10_000_000 / 32
     shard = Shard.from_bytes(content, "shard")
     assert shard.items("caption", np.arange(200)) == [each["caption"] for each in samples]
+    assert pa.ipc.open_file(content).read_all()["caption"].to_pylist() == [each["caption"] for each in samples]
+
+
+@pytest.mark.parametrize("count", [1, 9, 17, 18, 100])
+def test_a_shard_that_would_save_little_has_the_first_format(count):
+    content, opened = written([{**sample(number), "caption": "a", "label": 0} for number in range(count)])
+    assert opened.statistics.saved_bytes is None
+    assert not has_compression(Shard.from_bytes(content, "shard").schema)
+
+
+def test_only_shards_may_have_compressed_buffers():
+    content, _ = written([sample(number) for number in range(2000)])
+    with pytest.raises(CorruptDataError, match="its buffers are compressed, which datasvc never writes here"):
+        read_table(content, "an index")
 
 
 def test_images_and_tokens_stay_views_of_the_mapped_file(tmp_path):

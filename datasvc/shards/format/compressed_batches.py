@@ -22,6 +22,7 @@ CODEC: Final = "zstd"
 _CODEC: Final = pa.Codec(CODEC, 3)
 # A column that is not at least this many times smaller stays as it is: reading it costs no decoding then.
 _MIN_RATIO: Final = 1.3
+_MIN_SAVED_BYTES: Final = 4 << 10
 _SIZE: Final = struct.Struct("<q")
 _PREFIX: Final = struct.Struct("<4si")  # continuation mark, and length of the flatbuffer
 _MARK: Final = b"\xff\xff\xff\xff"
@@ -59,9 +60,6 @@ class BatchCompressor:
             _compress(buffer) if is_compressed else _verbatim(buffer)
             for buffer, is_compressed in zip(buffers, self._is_compressed, strict=True)
         ]
-        num_bytes = sum(len(chunk) for chunks in packed for chunk in chunks)
-        if sum(map(len, buffers)) > MAX_EXPANSION * num_bytes:  # readers would refuse it
-            packed = list(map(_verbatim, buffers))
         body: list[Chunk] = []
         spans: list[tuple[int, int]] = []
         position = 0
@@ -71,6 +69,10 @@ class BatchCompressor:
             spans.append((position, length))
             body += [*chunks, bytes(padding)] if padding else chunks
             position += length + padding
+        missing = -(-sum(map(len, buffers)) // MAX_EXPANSION) - position
+        if missing > 0:  # readers would refuse it
+            body.append(bytes(missing + -(position + missing) % _ALIGNMENT))
+            position += len(body[-1])
         header = parse_batch(flatbuffer)._replace(buffers=spans)
         metadata = _PREFIX.pack(_MARK, len(self._template)) + fill_batch(self._template, header, position)
         self._blocks.append(Block(offset, len(metadata), position))
@@ -85,17 +87,23 @@ class BatchCompressor:
 
 
 def choose_columns(batch: pa.RecordBatch) -> tuple[str, ...]:
-    """Return the columns of text and numbers that become at least 1.3 times smaller, measured on a record batch."""
+    """Return the columns of text and numbers that become at least 1.3 times smaller, measured on a record batch.
+
+    Return none if they save less than 4 KiB together: each buffer of a batch with compression has a size more.
+    """
     chosen: list[str] = []
+    saved_bytes = 0
     for field in batch.schema:
         if is_compressible(field.type):
             message = _first_batch(_write(pa.schema([field]), [batch.select([field.name])]))
             spans = parse_batch(message.metadata.to_pybytes()).buffers
             buffers = [message.body.slice(*span) for span in spans]
             packed_bytes = sum(len(chunk) for buffer in buffers for chunk in _compress(buffer))
-            if packed_bytes and sum(map(len, buffers)) >= _MIN_RATIO * packed_bytes:
+            plain_bytes = sum(map(len, buffers))
+            if packed_bytes and plain_bytes >= _MIN_RATIO * packed_bytes:
                 chosen.append(field.name)
-    return tuple(chosen)
+                saved_bytes += plain_bytes - packed_bytes
+    return tuple(chosen) if saved_bytes >= _MIN_SAVED_BYTES else ()
 
 
 def _compress(buffer: Chunk) -> list[Chunk]:

@@ -5,7 +5,8 @@ scans use these to read only some columns of a shard, and `verify` to read only 
 
 A digest proves that bytes are those that were stored, not that datasvc wrote them. Therefore, every position, length
 and offset is checked before it is used. An invalid file is refused: it cannot crash the process, or make the process
-use much more memory than the file has bytes. Equal tables are encoded as equal bytes, so they have one digest.
+use much more memory than the file has bytes, or of a shard 64 times as much. Equal tables are encoded as equal bytes,
+so they have one digest.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class IpcReader:
         otherwise: column to read if the file has none of `columns`, so that batches still have their number of rows.
         texts: whether to check that all texts are UTF-8, which reads all their bytes. If False, only keys and texts
             in lists and structs are checked.
+        compressed: whether the buffers of a file may be compressed, as those of shards.
 
     Attributes:
         schema: schema of the file, with all its columns.
@@ -71,8 +73,9 @@ class IpcReader:
         *,
         otherwise: str = "",
         texts: bool = True,
+        compressed: bool = False,
     ) -> None:
-        self._file, self._name, self._texts = file, name, texts
+        self._file, self._name, self._texts, self._compressed = file, name, texts, compressed
         options = pa.ipc.IpcReadOptions(use_threads=False)
         try:
             self._blocks = _read_blocks(file)
@@ -97,7 +100,7 @@ class IpcReader:
 
     def select(self, columns: Collection[str]) -> IpcReader:
         """Return a reader of some columns of the same file, of which the file has at least one."""
-        return IpcReader(self._file, self._name, columns, texts=self._texts)
+        return IpcReader(self._file, self._name, columns, texts=self._texts, compressed=self._compressed)
 
     def check(self, number: int) -> BatchHeader:
         """Return the header of a record batch, checked, without its values. Raise CorruptDataError."""
@@ -109,7 +112,7 @@ class IpcReader:
 
         try:
             metadata = self._file.read_at(block.metadata_bytes, block.offset)
-            return check_block(metadata, block, read if has_compression(self.schema) else None)
+            return check_block(metadata, block, read if self._compressed and has_compression(self.schema) else None)
         except PARSE_ERRORS as error:
             raise self._corrupt(number, error) from error
 

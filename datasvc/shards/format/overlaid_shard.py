@@ -152,7 +152,7 @@ def read_values(objects: Objects, table: ShardTable, number: int, names: Sequenc
     info, overlay = table.shard(number), table.overlay(objects, number)
     needed = names if overlay is None else overlay.needed_names(names)
     with ObjectFiles(objects.storage, {info.digest: info.size_bytes}).open(info.digest) as file:
-        batches = list(IpcReader(file, f"shard {info.digest}", needed, otherwise=KEY).batches())
+        batches = list(IpcReader(file, f"shard {info.digest}", needed, otherwise=KEY, compressed=True).batches())
         stored = pa.Table.from_batches(batches) if batches else pa.table({KEY: pa.array([], pa.string())})
     columns: list[pa.Array] = []
     own = {name: name for name in stored.column_names} if overlay is None else overlay.stored_names(stored.schema)

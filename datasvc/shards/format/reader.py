@@ -85,13 +85,14 @@ class _LastUsed:
     """The batches that are kept, those that were used last at the end."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._lock = Lock()
+        self.renew_lock()
         # By address and number: a batch list may be garbage, and is then counted until its entries are the oldest.
         self._entries: OrderedDict[tuple[int, int], tuple[weakref.ref[DecodedBatches], int]] = OrderedDict()
         self._num_bytes = 0
+
+    def renew_lock(self) -> None:
+        """Replace the lock, which another thread of the parent process may have held during a fork."""
+        self._lock = Lock()
 
     def add(self, batches: DecodedBatches, number: int, size_bytes: int) -> None:
         """Put a batch at the end, and drop the first ones until all are within the limit."""
@@ -107,7 +108,7 @@ class _LastUsed:
 
 
 _last_used: Final = _LastUsed()
-os.register_at_fork(after_in_child=_last_used.reset)  # another thread may hold the lock during a fork
+os.register_at_fork(after_in_child=_last_used.renew_lock)
 
 
 class Shard:
@@ -324,7 +325,7 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
 
 
 def _open_file(content: pa.Buffer, name: str) -> Shard:
-    reader = IpcReader(pa.BufferReader(content), name, texts=False)
+    reader = IpcReader(pa.BufferReader(content), name, texts=False, compressed=True)
     batches = DecodedBatches(reader) if has_compression(reader.schema) else reader.batches()
     return Shard(reader.schema, batches, name)
 

@@ -70,7 +70,7 @@ def readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
     Without a readable footer, these are only the batches at the start of the file.
     """
     try:
-        reader = IpcReader(pa.BufferReader(content), "the shard")
+        reader = IpcReader(pa.BufferReader(content), "the shard", compressed=True)
     except _DAMAGE_ERRORS:
         yield from _leading_batches(content)
         return

@@ -63,7 +63,8 @@ class ShardStatistics:
         label_counts: number of samples by label.
         image_kinds: number of images by format, such as "JPEG". Empty in the statistics of `ShardWriter`, which does
             not read images; `ShardOutput` adds the counts.
-        saved_bytes: number of bytes by which compressed columns make the shard smaller. The table does not store it.
+        saved_bytes: number of bytes by which compressed columns make the shard smaller; None: it has none. The table
+            does not store it.
     """
 
     num_samples: int
@@ -72,7 +73,7 @@ class ShardStatistics:
     max_sample_bytes: int = 0
     label_counts: Mapping[int, int] = field(default_factory=dict)
     image_kinds: Mapping[str, int] = field(default_factory=dict)
-    saved_bytes: int = 0
+    saved_bytes: int | None = None
 
 
 class ShardWriter:
@@ -201,7 +202,7 @@ class ShardWriter:
         return replace(
             self._statistics,
             label_counts=dict(sorted(self._label_counts.items())),
-            saved_bytes=0 if self._open_file is None else self._open_file.saved_bytes,
+            saved_bytes=None if self._open_file is None else self._open_file.saved_bytes,
         )
 
     @property
@@ -281,7 +282,7 @@ class IpcWriter:
         compressed: columns that are compressed.
 
     Attributes:
-        saved_bytes: number of bytes by which compression has made the file smaller.
+        saved_bytes: number of bytes by which compression has made the file smaller; None: no column is compressed.
     """
 
     def __init__(self, sink: ByteSink, schema: pa.Schema, compressed: Collection[str] = ()) -> None:
@@ -291,7 +292,7 @@ class IpcWriter:
         # What Arrow writes: the file itself, or batches that are then compressed.
         self._plain = self._chunks if self._compressor is None else _ChunkRecorder(None)
         self._file = pa.ipc.new_file(pa.PythonFile(self._plain, mode="w"), schema)
-        self.saved_bytes = 0
+        self.saved_bytes: int | None = 0 if compressed else None
         self._blobs = [number for number, field in enumerate(schema) if is_blob(field.type)]
         self._batches: list[BatchLayout] = []
 
@@ -308,7 +309,7 @@ class IpcWriter:
                 header.append(chunks.pop(0))
             start_bytes += sum(map(len, header))
             assert start_bytes == header_bytes, (start_bytes, header_bytes)
-        if self._compressor is not None:
+        if self._compressor is not None and self.saved_bytes is not None:
             plain_bytes = sum(map(len, chunks))
             chunks = self._compressor.message(chunks, start_bytes)
             for chunk in (*header, *chunks):

@@ -159,7 +159,7 @@ def _emptied_digests(
     info = table.shard(number)
     try:
         with ObjectFiles(objects.storage, {info.digest: info.size_bytes}).open(info.digest) as file:
-            stored = IpcReader(file, f"shard {info.digest}").schema
+            stored = IpcReader(file, f"shard {info.digest}", compressed=True).schema
         columns = [empty_value(column.type).take(pa.array(np.zeros(len(rows), np.int64))) for column in stored]
         base = pa.RecordBatch.from_arrays(columns, schema=stored)
         emptied = ShardOverlay(overlay.group, read)

@@ -99,7 +99,7 @@ class BuiltShard:
             content["max_sample_bytes"],
             {int(label): count for label, count in content["label_counts"].items()},
             content["image_kinds"],
-            content.get("saved_bytes", 0),
+            content.get("saved_bytes"),
         )
         shard = ObjectInfo(Digest(content["digest"]), content["bytes"])
         return cls(content["split"], content["ordinal"], TableRow(shard, statistics, Digest(content["index"])))
@@ -140,9 +140,12 @@ class UnitResult:
 
 def describe_compressed(splits: Mapping[str, Sequence[TableRow]]) -> dict[str, dict[str, Any]]:
     """Return how the new shards of each split with compressed columns were compressed, for the log entry."""
-    saved = {split: sum(row.statistics.saved_bytes for row in rows) for split, rows in splits.items()}
+    saved = {
+        split: [row.statistics.saved_bytes for row in rows if row.statistics.saved_bytes is not None]
+        for split, rows in splits.items()
+    }
     return {
-        split: {"codec": CODEC, "bytes": sum(row.shard.size_bytes for row in rows), "saved_bytes": saved[split]}
+        split: {"codec": CODEC, "bytes": sum(row.shard.size_bytes for row in rows), "saved_bytes": sum(saved[split])}
         for split, rows in splits.items()
         if saved[split]
     }

@@ -47,12 +47,12 @@ class RowMap:
 
     Args:
         counts: number of rows to map of each shard, `int64[shards]`.
-        find: returns the rows of a shard, `int64[counts[shard]]`.
+        find: returns the rows of a shard, `int64[counts[shard]]`; None: each row stands for itself.
         max_rows: if there are not more rows to map, those found are kept, with 4 bytes each.
     """
 
-    def __init__(self, counts: Integers, find: Callable[[int], Integers], max_rows: int) -> None:
-        self._find = find
+    def __init__(self, counts: Integers, find: Callable[[int], Integers | None], max_rows: int) -> None:
+        self._counts, self._find = counts, find
         self._firsts = np.cumsum(counts) - counts
         # The rows of all shards one after the other, found when a shard is first mapped: one lookup for a batch.
         self._kept = np.empty(counts.sum(), np.int32) if counts.sum() <= max_rows else None
@@ -62,8 +62,8 @@ class RowMap:
         """Return the rows that stand for rows, `int64[n]`, of `shards`, `int64[n]`. Raises what `find` raises."""
         if self._kept is not None:
             for shard in np.unique(shards[~self._is_found[shards]]).tolist():
-                found = self._find(shard)
-                self._kept[self._firsts[shard] : self._firsts[shard] + len(found)] = found
+                found, first, count = self._find(shard), self._firsts[shard], self._counts[shard]
+                self._kept[first : first + count] = np.arange(count) if found is None else found
                 self._is_found[shard] = True
             kept: Integers = self._kept[self._firsts[shards] + rows].astype(np.int64)
             return kept
@@ -72,5 +72,6 @@ class RowMap:
         cuts = np.flatnonzero(np.diff(shards[by_shard])) + 1
         for start, stop in pairwise([0, *cuts.tolist(), len(by_shard)] if len(by_shard) else []):
             chosen = by_shard[start:stop]
-            mapped[chosen] = self._find(int(shards[chosen[0]]))[rows[chosen]]
+            found = self._find(int(shards[chosen[0]]))
+            mapped[chosen] = rows[chosen] if found is None else found[rows[chosen]]
         return mapped

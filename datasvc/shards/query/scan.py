@@ -235,7 +235,7 @@ def _read_stored(
     with files.open(digest) as file:
         try:
             # If the shard has none of the columns, read the keys, in order to count the samples.
-            reader = IpcReader(file, f"a shard of {where}", names, otherwise=KEY)
+            reader = IpcReader(file, f"a shard of {where}", names, otherwise=KEY, compressed=True)
             num_read = 0
             for batch in reader.batches():
                 num_read += batch.num_rows

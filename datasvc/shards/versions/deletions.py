@@ -132,8 +132,8 @@ class Deletions:
         counts = stored_per_shard.copy()
         counts[self.shards] -= self.counts
 
-        def find(shard: int) -> Integers:
-            return np.arange(counts[shard]) if self._find(shard) is None else self.kept_rows(shard)
+        def find(shard: int) -> Integers | None:
+            return None if self._find(shard) is None else self.kept_rows(shard)
 
         return RowMap(counts, find, _MAX_CACHED_ROWS)
 

@@ -299,7 +299,7 @@ class _SplitCheck:
                 with ObjectFiles(self._split.repository.storage, {shard.digest: shard.size_bytes}, builds=False).open(
                     shard.digest
                 ) as file:
-                    reader = IpcReader(file, self._objects.location(shard.digest))
+                    reader = IpcReader(file, self._objects.location(shard.digest), compressed=True)
                     check_shard_schema(reader.schema, self._objects.location(shard.digest))
                     for batch in range(reader.num_batches):
                         reader.check(batch)
@@ -338,7 +338,7 @@ class _SplitCheck:
     def _compare(self, number: int, content: pa.Buffer, index: SampleIndex | None) -> DatasetProblem | None:
         """Compare the samples of a shard that matches its digest with the sample index and the shard table."""
         try:
-            reader = IpcReader(pa.BufferReader(content), "the shard")
+            reader = IpcReader(pa.BufferReader(content), "the shard", compressed=True)
             opened = self._checked(number, Shard(reader.schema, reader.batches(), "it"))
             identities = {each for batch in opened.batches for row in sample_identities(batch, index) for each in row}
         except (CorruptDataError, *PARSE_ERRORS) as error:

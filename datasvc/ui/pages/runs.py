@@ -184,8 +184,8 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
 
 
 def _forecast_panel(site: Site, run: RunSummary, forecast: LossForecast) -> Panel:
-    target = f"{forecast.target:g}"
-    command = site.command("runs", "forecast", run.ref, target, "--json")
+    target = repr(forecast.target)
+    command = site.command("runs", "forecast", run.ref, "--json", last=[target])
     return Panel(forecast.to_dict(), command, f"{site.python('runs.read', run.ref)}.forecast({target})")
 
 
