@@ -131,6 +131,9 @@ def fill(folder):
             repo.models.save("net", state, step=step, data=[use], config={"rate": 1 / step}, metrics=metrics)
             log.report("step", step=step, loss=1 / step, step_s=0.5, wait_s=0.25)
             log.report("checkpoint", step=step, version=f"net@{step}")
+    with RunLog.open(repo.repository, "falling", run_id=RUN) as log:
+        for step in range(1, 41):
+            log.report("step", step=step, loss=1 / step)
     with EchoLoader(repo.dataset("numbers")["train"], batch_size=4) as loader:
         repo.runs.record(f"net/{RUN}", loader)
         for batch in loader:

@@ -6,6 +6,7 @@ With the word "google" it stands for the XML interface of Google Cloud Storage, 
 headers of conditions. No emulator of Google's has this interface.
 """
 
+import os
 import subprocess
 import sys
 
@@ -36,7 +37,8 @@ class MotoServer:
         return self
 
     def close(self):
-        """End the process."""
+        """End the process, at once: it would wait for open connections, and a fork may have its standard input."""
+        self._process.kill()
         self._process.communicate()
 
 
@@ -60,7 +62,7 @@ def main():
     sys.stdout.write(f"{server.get_host_and_port()[1]}\n")
     sys.stdout.flush()
     sys.stdin.read()
-    server.stop()
+    os._exit(0)  # without a wait for open connections
 
 
 if __name__ == "__main__":
