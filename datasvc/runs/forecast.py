@@ -21,6 +21,7 @@ _NUM_DRAWS: Final = 200
 _BLOCK: Final = 4  # bins that are drawn together: what disturbs one bin disturbs the next
 _HORIZON: Final = 100  # a target that takes so many times the steps so far counts as not reached
 _SKIPPED_SHARE: Final = 0.05  # of the steps, at the start: a warm-up follows another curve
+_ROUNDING: Final = 1e-6  # of a value
 _LOW, _HIGH = 5, 95  # percentiles of the interval
 _EXPONENTS: Final = np.linspace(0.1, 3, 117)
 _SHIFTS: Final = np.array([0, 0.02, 0.1, 0.3, 1, 3])  # in parts of the steps so far
@@ -101,7 +102,9 @@ def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossF
         found = low = high = below[0]
     step, first, last = (None if np.isinf(each) else start + max(1, round(each)) for each in (found, low, high))
     share = float(np.isfinite(crossings).mean())
-    return LossForecast(ref, curve, target, start + newest, step, first, last, share, float(limit[0]))
+    # A limit of 0 has the sign and the digits of rounding errors.
+    shown_limit = round(float(limit[0]), 9) + 0.0
+    return LossForecast(ref, curve, target, start + newest, step, first, last, share, shown_limit)
 
 
 def _bins(numbers: Integers, series: Series) -> tuple[Floats, Floats]:
@@ -158,7 +161,7 @@ class _Fit:
         limits = means[:, None] - scales * fall_means
         errors = -2 * scales * ((curves * weights) @ centred.T) + scales**2 * variances
         # A loss has no limit below 0 if it is above 0.
-        errors[(limits < 0) & (curves.min(1) >= 0)[:, None]] = np.inf
+        errors[(limits < -_ROUNDING * np.abs(means)[:, None]) & (curves.min(1) >= 0)[:, None]] = np.inf
         self._chosen = errors.argmin(1)
         rows = np.arange(len(curves))
         has_fit = np.isfinite(errors[rows, self._chosen])
