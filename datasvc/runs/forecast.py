@@ -8,7 +8,7 @@ then reached earlier.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -87,14 +87,14 @@ def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossF
         )
     newest = int(series.steps[np.isfinite(series.values)][-1]) - start
     fit = _Fit(steps, values, newest)
-    limit, expected = fit.solve(values[None])
-    (found,) = fit.crossing(target, limit)
-    limits, _ = fit.solve(expected + _draw_blocks(values - expected[0]))
-    crossings = fit.crossing(target, limits)
+    fitted = fit.solve(values[None])
+    (found,) = fitted.steps_to(target)
+    (expected,) = fitted.at(steps)
+    crossings = fit.solve(expected + _draw_blocks(values - expected)).steps_to(target)
     low, high = np.percentile(crossings, [_LOW, _HIGH], method="nearest")
     if newest < found < np.inf:
         # The noise says nothing of a curve of another kind. The error of a forecast of what is known does.
-        factor = _past_error(steps, values, expected[0])
+        factor = _past_error(steps, values, float(expected[-1]))
         low, high = max(newest, low / factor), high * factor if np.isfinite(high) else high
     # Two bins: the noise may bring one below the target.
     below = steps[:-1][(values[:-1] <= target) & (values[1:] <= target)]
@@ -103,7 +103,7 @@ def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossF
     step, first, last = (None if np.isinf(each) else start + max(1, round(each)) for each in (found, low, high))
     share = float(np.isfinite(crossings).mean())
     # A limit of 0 has the sign and the digits of rounding errors.
-    shown_limit = round(float(limit[0]), 9) + 0.0
+    shown_limit = round(float(fitted.limits[0]), 9) + 0.0
     return LossForecast(ref, curve, target, start + newest, step, first, last, share, shown_limit)
 
 
@@ -117,12 +117,11 @@ def _bins(numbers: Integers, series: Series) -> tuple[Floats, Floats]:
     return mean_steps, mean_values
 
 
-def _past_error(steps: Floats, values: Floats, expected: Floats) -> float:
+def _past_error(steps: Floats, values: Floats, newest_value: float) -> float:
     """Return the factor, at least 1, by which a forecast from the first half was wrong about the newest step."""
     half = len(steps) // 2
     fit = _Fit(steps[:half], values[:half], int(steps[half - 1]))
-    limit, _ = fit.solve(values[None, :half])
-    (found,) = fit.crossing(float(expected[-1]), limit)
+    (found,) = fit.solve(values[None, :half]).steps_to(newest_value)
     ratio = float(found / steps[-1])
     return max(ratio, 1 / ratio)
 
@@ -137,41 +136,60 @@ def _draw_blocks(residuals: Floats) -> Floats:
     return drawn
 
 
+class _Curves(NamedTuple):
+    """Fitted curves, with `[n]` values each: `limits + scales * (step + shifts) ** -exponents`."""
+
+    limits: Floats
+    scales: Floats
+    shifts: Floats
+    exponents: Floats
+    horizon: int
+
+    def at(self, steps: Floats) -> Floats:
+        """Return the values of the curves at steps, `[n, steps]`."""
+        limits, scales, shifts, exponents = (each[:, None] for each in self[:4])
+        values: Floats = limits + scales * (steps + shifts) ** -exponents
+        return values
+
+    def steps_to(self, target: float) -> Floats:
+        """Return the steps at which the curves reach the target, `[n]`; inf: not before the horizon."""
+        is_below = self.limits < target
+        ratios = np.divide(self.scales, target - self.limits, out=np.full_like(self.limits, np.inf), where=is_below)
+        with np.errstate(over="ignore"):
+            steps = ratios ** (1 / self.exponents) - self.shifts
+        return np.where(steps > self.horizon, np.inf, np.maximum(steps, 1))
+
+
 class _Fit:
     """Fits of curves at the same steps, over a grid of shifts and exponents: scale and limit are linear in it."""
 
     def __init__(self, steps: Floats, values: Floats, newest: int) -> None:
-        self._shift, self._exponent = (each.ravel() for each in np.meshgrid(_SHIFTS * newest, _EXPONENTS))
+        self._shifts, self._exponents = (each.ravel() for each in np.meshgrid(_SHIFTS * newest, _EXPONENTS))
         self._newest = newest
-        self._falls = (steps + self._shift[:, None]) ** -self._exponent[:, None]  # [grid, bins]
+        self._falls = (steps + self._shifts[:, None]) ** -self._exponents[:, None]  # [grid, bins]
         # What came last says most about what comes, and the noise of a loss is about in proportion to it.
         weights = steps / np.maximum(np.abs(values), 1e-6) ** 2
         self._weights = weights / weights.sum()
-        self._chosen = self._scale = np.empty(0)
 
-    def solve(self, curves: Floats) -> tuple[Floats, Floats]:
-        """Fit curves, `[n, bins]`; return their limits, `[n]`, and the fitted values, `[n, bins]`."""
+    def solve(self, curves: Floats) -> _Curves:
+        """Fit curves, `[n, bins]`."""
         weights, falls = self._weights, self._falls
         fall_means, means = falls @ weights, curves @ weights
         centred = falls - fall_means[:, None]
         variances = (centred**2) @ weights
-        scales = np.maximum(
-            ((curves * weights) @ centred.T) / variances, 0
-        )  # [n, grid]; a loss does not rise for ever
+        covariances = (curves * weights) @ centred.T  # [n, grid]
+        scales = np.maximum(covariances / variances, 0)  # a rising loss counts as constant
         limits = means[:, None] - scales * fall_means
-        errors = -2 * scales * ((curves * weights) @ centred.T) + scales**2 * variances
+        errors = -2 * scales * covariances + scales**2 * variances
         # A loss has no limit below 0 if it is above 0.
         errors[(limits < -_ROUNDING * np.abs(means)[:, None]) & (curves.min(1) >= 0)[:, None]] = np.inf
-        self._chosen = errors.argmin(1)
-        rows = np.arange(len(curves))
-        has_fit = np.isfinite(errors[rows, self._chosen])
-        self._scale = np.where(has_fit, scales[rows, self._chosen], 0.0)
-        limit = np.where(has_fit, limits[rows, self._chosen], means)
-        return limit, limit[:, None] + self._scale[:, None] * falls[self._chosen]
-
-    def crossing(self, target: float, limits: Floats) -> Floats:
-        """Return the steps at which the curves that were fitted last reach the target, `[n]`; inf: they do not."""
-        ratio = np.divide(self._scale, target - limits, out=np.full_like(limits, np.inf), where=target > limits)
-        with np.errstate(over="ignore"):
-            steps = ratio ** (1 / self._exponent[self._chosen]) - self._shift[self._chosen]
-        return np.where(steps > _HORIZON * self._newest, np.inf, np.maximum(steps, 1))
+        chosen = errors.argmin(1)
+        best = np.arange(len(curves)), chosen
+        has_fit = np.isfinite(errors[best])
+        return _Curves(
+            np.where(has_fit, limits[best], means),
+            np.where(has_fit, scales[best], 0.0),
+            self._shifts[chosen],
+            self._exponents[chosen],
+            _HORIZON * self._newest,
+        )

@@ -46,8 +46,8 @@ def Averaging(  # noqa: N802 - beside `DistributedOptimizer`
     and the round in progress. With unequal delays, load a state only between rounds.
 
     Ranks in different rounds get a HorovodInternalError that names both, as do ranks that begin EASGD or DiLoCo with
-    different weights, which would differ for ever. Without an error they wait for each other if, with "hierarchical",
-    one is in a round of its node and one in a round of all, or if one has a codec and one has none.
+    different weights: no round would make these equal. There is no error, and ranks wait for each other, if with
+    "hierarchical" one is in a round of its node and one in a round of all, or if one has a codec and one has none.
 
     Several ranks may have one replica of a model together. Then each averages with the ranks that have the same parts
     of the other replicas, its `process_set`. Of a sharded parameter (DTensor) these are the local parts.

@@ -74,7 +74,7 @@ class OuterOptimizer:
     def compared_text(self, text: str) -> str:
         """Return the text of a round, which all ranks compare; of the first one, with a checksum of the weights.
 
-        All ranks add the same to their outer weights. Ranks that begin with others would differ for ever.
+        All ranks add the same to their outer weights, so no round makes those equal that are not equal at first.
         """
         if self._has_compared:
             return text

@@ -22,8 +22,7 @@ _Codec = Literal["int8", "int4", "onebit", "ternary", "qsgd"]
 _FORMS: Final = (
     "local:STEPS, postlocal:STEPS:STEPS, hierarchical:STEPS,STEPS, easgd:STEPS:BETA, "
     "diloco:STEPS[:fragments=N,delay=D,alpha=A,codec=C], gossip:ring or gossip:exponential, with :STEPS or "
-    ":STEPS:fragments=N, or "
-    "tournament:STEPS[:samples=M,perturb=F]"
+    ":STEPS:fragments=N, or tournament:STEPS[:samples=M,perturb=F]"
 )
 _OPTIONS: Final[Mapping[str, Mapping[str, Callable[[str], Any]]]] = {
     "diloco": {"fragments": int, "delay": int, "alpha": float, "codec": str},
@@ -113,12 +112,10 @@ def parse_sync(text: str) -> SyncPolicy:
                 return _checked(SyncPolicy("easgd", int(steps), beta=float(beta)))
             case ("diloco" | "tournament") as named, [steps, *options] if len(options) < 2:
                 return _checked(SyncPolicy(named, int(steps), **_read_options(_OPTIONS[named], *options)))
-            case "gossip", [("ring" | "exponential") as graph]:
-                return _checked(SyncPolicy("gossip", 1, graph=graph))
-            case "gossip", [("ring" | "exponential") as graph, steps, *options] if len(options) < 2:
-                return _checked(
-                    SyncPolicy("gossip", int(steps), graph=graph, **_read_options(_OPTIONS[kind], *options))
-                )
+            case "gossip", [("ring" | "exponential") as graph, *given] if len(given) < 3:
+                steps, *options = given or ["1"]
+                read = _read_options(_OPTIONS["gossip"], *options)
+                return _checked(SyncPolicy("gossip", int(steps), graph=graph, **read))
     except ValueError:
         pass  # a text that is not a number gets the same message
     raise ValueError(

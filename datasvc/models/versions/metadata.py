@@ -279,10 +279,8 @@ class Execution:
     def to_dict(self) -> dict[str, Any]:
         """Return the field `execution` of an entry, which lacks `tournament`."""
         averaging = {name: getattr(self, name) for name in ("sync", "sync_steps", "outer_optimizer", "staleness")}
-        # As texts, because earlier releases accept no other values here.
-        recorded = {
-            name: str(value) for name, value in averaging.items() if value or (name, value) == ("staleness", 0)
-        }
+        # As texts, because earlier releases accept no other values here. A default stands for what is not recorded.
+        recorded = {name: str(value) for name, value in averaging.items() if value != getattr(Execution, name)}
         return {
             **{name: value for name, value in vars(self).items() if name not in (*averaging, "tournament")},
             **recorded,

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Unpack
@@ -184,9 +184,10 @@ def run_ingest(
         # A source that the caller opened cannot be listed again, because its options are unknown here.
         if isinstance(source, (str, os.PathLike)) or settings.source_options is not None:
             _check_unchanged(plan.work.fingerprint, opened, settings.source_options)
-        accepted = _accept(repository, opened, results, _tables(plan, results), settings)
-        counts = {name: [row.statistics.label_counts for row in rows] for name, rows in _rows(results).items()}
-        compression = describe_compressed(_rows(results))
+        rows_by_split = _rows(results)
+        compression = describe_compressed(rows_by_split)
+        accepted = _accept(repository, opened, results, _tables(plan, rows_by_split, compression), settings)
+        counts = {name: [row.statistics.label_counts for row in rows] for name, rows in rows_by_split.items()}
         spreads = {name: spread for name in counts if (spread := class_spread(counts[name])) is not None}
         metadata: dict[str, Any] = {
             "message": settings.message,
@@ -419,18 +420,20 @@ def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
     )
 
 
-def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]:
-    """Return the shard table of each split that has samples, with shards in the order of the plan."""
-    compressed = describe_compressed(_rows(results))
+def _tables(
+    plan: _Plan, rows_by_split: Mapping[str, Sequence[TableRow]], compressed: Collection[str]
+) -> dict[str, ShardTable]:
+    """Return the shard table of each split that has samples; splits of `compressed` have compressed columns."""
     return {
         split: ShardTable.build(
             rows, with_compression(plan.work.schema, compressed=split in compressed), plan.work.classes
         )
-        for split, rows in _rows(results).items()
+        for split, rows in rows_by_split.items()
     }
 
 
 def _rows(results: Sequence[UnitResult]) -> dict[str, list[TableRow]]:
+    """Return the rows of the shard table of each split, in the order of the plan."""
     rows: dict[str, list[TableRow]] = {}
     for result in results:
         for shard in result.shards:

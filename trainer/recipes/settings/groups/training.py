@@ -260,10 +260,10 @@ class GradientSettings(SettingGroup):
             "postlocal:100:8": in each of the first 100 steps, then every 8; "hierarchical:2,8": every 2 steps those
             of a node, every 8 all; "easgd:8:0.9": elastic averaging; "diloco:32": with an outer optimizer;
             "gossip:ring", "gossip:exponential": with neighbours, "gossip:ring:4:fragments=4" of a part of the weights
-            in turns; "tournament:8": every 8 steps the loser of each
-            pair of ranks takes over the winner, "tournament:8:samples=256,perturb=1.2" with learning rates that
-            differ. With parameter servers (`datasvc-run --servers`): "ssp:3": a worker waits if it is more than 3
-            steps ahead of the slowest; "async": never. See docs/explanation/waiting.md.
+            in turns; "tournament:8": every 8 steps the loser of each pair of ranks takes over the winner,
+            "tournament:8:samples=256,perturb=1.2" with learning rates that differ. With parameter servers
+            (`datasvc-run --servers`): "ssp:3": a worker waits if it is more than 3 steps ahead of the slowest;
+            "async": never. See docs/explanation/waiting.md.
         leases: with `sync` local, postlocal or diloco, each replica reads one run of the samples of a round, and
             makes as many steps as this has batches: "equal": equally many; "measured": in proportion to its speed in
             the rounds before; None: each step has its part of a global batch.
