@@ -53,6 +53,7 @@ MADE = {
     "digits-but-one": 1,
     "digits-limited": 1,
     "irises-held-out": 2,  # the second one renames it
+    "irises-small": 1,
     "flowers": 1,
     "all-digits": 1,
     "digits-copy": 1,
