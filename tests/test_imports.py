@@ -76,8 +76,8 @@ ALLOWED["datasvc.replay"] = ALLOWED["datasvc.models"] | {"datasvc.models", "data
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs", "datasvc.replay"}
 ALLOWED["datasvc.views"] = ALLOWED["datasvc.api"] | {"datasvc.planning", "datasvc.drawing", "datasvc.loaders"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
-ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
-ALLOWED["datasvc.doctor"] = ALLOWED["datasvc.node"] | {"datasvc", "datasvc.node", "datasvc.models", "datasvc.loaders"}
+ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.loaders"}
+ALLOWED["datasvc.doctor"] = ALLOWED["datasvc.node"] | {"datasvc", "datasvc.node", "datasvc.models"}
 ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
     "datasvc.drawing",

@@ -52,7 +52,8 @@ def ui(
     Prints its address once it accepts connections.
     """
     hide_pandas()
-    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+    from datasvc.cache.peers.peer_source import TOKEN_VARIABLE
+    from datasvc.node.http.auth import load_token
     from datasvc.shards.ingestion.executors import keep_lean
     from datasvc.ui.settings import UiSettings
 

@@ -30,10 +30,11 @@ from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
+from datasvc.loaders.decode.serving import DecodeServer
 from datasvc.node.http.connection_limit import BoundedConnections
 from datasvc.node.http.error_responses import check_access, respond_to_errors, stop_after_failure
 from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
-from datasvc.node.http.routes import ObjectRoutes, StageRoutes
+from datasvc.node.http.routes import DecodeRoutes, ObjectRoutes, StageRoutes
 from datasvc.node.http.tenants import NodeAccess, NodeAccesses
 from datasvc.node.settings import NodeSettings
 from datasvc.node.transfers.fetching import Fetches
@@ -84,6 +85,7 @@ class Service:
             }
             self._closing = opening.pop_all()  # all parts are open: `close` closes them
         self._accesses = NodeAccesses(settings.token, whole, tenants)
+        self._decoding = DecodeServer(settings.decode_threads) if settings.decode_threads else None
         self._sender = Sender(settings.peer_rate_bytes_s, count=partial(self._cache.count, "served_bytes"))
         self._started_s = time.monotonic()
 
@@ -105,6 +107,8 @@ class Service:
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
         application.add_routes(ObjectRoutes(self._accesses, self._sender, self._cache.check).routes())
         application.add_routes(StageRoutes(self._accesses).routes())
+        if self._decoding is not None:
+            application.add_routes(DecodeRoutes(self._decoding).routes())
         application.add_routes(
             [
                 web.get("/healthz", self._get_health),
@@ -138,6 +142,7 @@ class Service:
             "serving": {**asdict(self._sender.sent), **traffic},
             "peers": {url: asdict(report) for url, report in reports.items()},
             "jobs": [job.describe() for access in self._accesses.all() for job in access.jobs.all()],
+            **({} if self._decoding is None else {"decoding": self._decoding.describe()}),
         }
 
     def limit_connections(self, server: web.Server) -> BoundedConnections:
@@ -166,6 +171,8 @@ class Service:
         # Stop first, so that no new transfer starts while those in progress end.
         self.stop()
         self._sender.close()
+        if self._decoding is not None:
+            self._decoding.close()
         parts = [part for access in self._accesses.all() for part in (access.fetches, access.jobs)]
         deadline_s = time.monotonic() + self._settings.grace_s
         have_ended = [part.close(max(0.0, deadline_s - time.monotonic())) for part in parts]

@@ -6,20 +6,15 @@ import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.peers.membership import parse_membership
-from datasvc.cache.peers.peer_source import PeerSettings
+from datasvc.cache.peers.peer_source import TOKEN_VARIABLE, PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
-from datasvc.node.http.auth import TOKEN_VARIABLE, Tenant, check_exposure, load_token
+from datasvc.node.http.auth import Tenant, check_exposure, load_token
 
 DEFAULT_PORT = 8765
-
-
-CA_VARIABLE: Final = "DATASVC_CA"
-TLS_NAME_VARIABLE: Final = "DATASVC_TLS_NAME"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +39,7 @@ class NodeSettings:
         max_connections: maximum number of open connections; further ones are refused.
         peer_rate_bytes_s: limit for sending to all peers together; None: no limit.
         origin_rate_bytes_s: limit for reading from all origins together; None: no limit.
+        decode_threads: threads that decode images for the loaders of other machines; 0: none does.
         grace_s: time for running transfers to end after a request to stop.
 
     Raises:
@@ -67,6 +63,7 @@ class NodeSettings:
     max_connections: int = 256
     peer_rate_bytes_s: int | None = None
     origin_rate_bytes_s: int | None = None
+    decode_threads: int = 0
     grace_s: float = 20.0
 
     def __post_init__(self) -> None:
@@ -84,6 +81,8 @@ class NodeSettings:
                 raise ConfigError(
                     f"the limit of {rate} bytes per second is out of range; expected 1 or more, or leave it out"
                 )
+        if self.decode_threads < 0:
+            raise ConfigError(f"decode_threads is {self.decode_threads}; expected 0 or more")
         if self.grace_s < 0:
             raise ConfigError(f"the grace period of {self.grace_s} s is out of range; expected 0 or more")
         if (self.certificate is None) != (self.certificate_key is None):
@@ -128,11 +127,10 @@ def open_peers(
         ConfigError: `text`, the token or the certificates are not valid.
         UnavailableError: see `parse_membership`.
     """
-    # An empty variable counts as not set.
-    ca_variable = os.environ.get(CA_VARIABLE)
+    given = PeerSettings.from_environment()
     settings = PeerSettings(
         token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)),
-        ca_file=ca_file or (Path(ca_variable) if ca_variable else None),
-        tls_name=tls_name or os.environ.get(TLS_NAME_VARIABLE) or None,
+        ca_file=ca_file or given.ca_file,
+        tls_name=tls_name or given.tls_name,
     )
     return Peers(parse_membership(text), settings)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy.typing as npt
 
+from datasvc.cache.peers.membership import parse_node
 from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.edits import Edit
@@ -50,6 +51,10 @@ class DecodeConfig:
         prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
         on_bad: treatment of samples that do not decode: "raise" an error, or "mask": zeros as image, False in the
             mask, and the sample's name in `batch.bad`.
+        servers: URLs of nodes that decode a part of the images, `datasvc serve --decode-threads`, for machines with
+            few processors for their GPUs. The token and certificates are those of `DATASVC_TOKEN`, `DATASVC_CA` and
+            `DATASVC_TLS_NAME`. Pixels are those decoded here, which is checked first. What a server does not decode
+            is decoded here, and it is tried again later. Only for "cpu" and "pillow"; "auto" is one of these then.
 
     Raises:
         ConfigError: a value is out of range.
@@ -59,6 +64,7 @@ class DecodeConfig:
     num_threads: int | None = None
     prefetch: int = 2
     on_bad: OnBad = "raise"
+    servers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(Decode):
@@ -67,6 +73,7 @@ class DecodeConfig:
         for name, value, lowest in (("num_threads", self.num_threads, 1), ("prefetch", self.prefetch, 0)):
             if value is not None and value < lowest:
                 raise ConfigError(f"{name} is {value}; expected at least {lowest}")
+        object.__setattr__(self, "servers", tuple(map(parse_node, self.servers)))
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class BackendConfig:
         changes_colours: whether batches may come with an `Edit` of colours.
         is_pinned: whether batches are in page-locked host memory.
         has_boxes: whether windows come with boxes.
+        servers: URLs of nodes that decode a part of the images, see `DecodeConfig`.
     """
 
     batch_size: int
@@ -99,6 +107,7 @@ class BackendConfig:
     changes_colours: bool = False
     is_pinned: bool = False
     has_boxes: bool = False
+    servers: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

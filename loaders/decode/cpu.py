@@ -32,6 +32,7 @@ from datasvc.threads import run_before_threads_end
 if TYPE_CHECKING:
     import torch
 
+    from datasvc.loaders.decode.servers import DecodeServers, ServerConnection
     from datasvc.shards.format.mapped_file import Bytes
 
 # Small tasks, several per thread and batch, so that all threads finish a batch at nearly the same time.
@@ -91,7 +92,9 @@ run_before_threads_end(_stop_all)
 
 
 class CpuBackend:
-    """An `ImageBackend` with `num_threads` threads; the output bytes do not depend on the number of threads.
+    """An `ImageBackend` with `num_threads` threads, and one more for each thread of a decode server.
+
+    The output bytes do not depend on the number of threads, nor on which of them decodes an image.
 
     Args:
         config: settings of the backend.
@@ -100,7 +103,7 @@ class CpuBackend:
         profiler: measures the decode time.
 
     Raises:
-        ConfigError: the decoder is not installed.
+        ConfigError: the decoder is not installed, or a decode server refuses, see `ServerOfLoader`.
     """
 
     def __init__(
@@ -115,7 +118,12 @@ class CpuBackend:
         self._config, self._backend, self._framework = config, backend, framework
         self._profiler = profiler
         self._ring = BufferRing(config.shape, config.pixels.dtype, keep=config.prefetch + _BATCHES_OF_CALLER)
-        self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
+        self._servers = _connect_servers(config, backend, framework)
+        # The threads take their connections from the end, so those that decode here start first.
+        connections = [] if self._servers is None else self._servers.connections()
+        self._connections: list[ServerConnection | None] = [*reversed(connections), *[None] * config.num_threads]
+        self._num_threads = len(self._connections)
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="datasvc-decode")
         self._thread_local = threading.local()
         self._stopped = threading.Event()
         _STOP_FLAGS.add(self._stopped)
@@ -160,7 +168,7 @@ class CpuBackend:
             read,
             array[:count],
         )
-        task_size = max(1, min(_MAX_IMAGES_PER_TASK, count // (_TASKS_PER_THREAD * self._config.num_threads)))
+        task_size = max(1, min(_MAX_IMAGES_PER_TASK, count // (_TASKS_PER_THREAD * self._num_threads)))
         parts = [
             self._pool.submit(self._decode, job, range(start, min(start + task_size, count)))
             for start in range(0, count, task_size)
@@ -177,14 +185,20 @@ class CpuBackend:
     def close(self) -> None:
         """Stop each thread after its current image, and wait for all threads."""
         self._stopped.set()
+        if self._servers is not None:
+            self._servers.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._in_progress.clear()
 
     def _decode(self, job: _DecodeJob, indices: range) -> dict[int, str]:
         """Decode some images of a batch; return those that cannot be decoded: index -> reason."""
         bad: dict[int, str] = {}
+        worker, connection = self._worker()
+        if connection is not None:
+            found = self._decode_elsewhere(job, indices, worker, connection)
+            if found is not None:
+                return found
         with self._profiler.stage(Stage.DECODE):
-            worker = self._worker()
             for index in indices:
                 if self._stopped.is_set():
                     raise CancelledError
@@ -205,6 +219,31 @@ class CpuBackend:
                     bad[index] = reason
         return bad
 
+    def _decode_elsewhere(
+        self, job: _DecodeJob, indices: range, worker: ImageWorker, connection: ServerConnection
+    ) -> dict[int, str] | None:
+        """Let a decode server decode some images of a batch; None: it does not. For the rest see `_decode`."""
+        from datasvc.loaders.decode.serving import EncodedImage
+
+        images = []
+        for index in indices:
+            blob = job.images[index]
+            if job.read is not None:
+                blob = job.read(index, np.empty(len(blob), np.uint8))
+            box = None if job.boxes is None else job.boxes[index]
+            images.append(EncodedImage(blob, job.starts[index], job.shapes[index], box, job.regions[index]))
+        decoded = connection.decode(images)
+        if decoded is None:
+            return None
+        pixels, bad = decoded
+        for number, index in enumerate(indices):
+            if number in bad:
+                job.out[index] = 0
+            else:
+                edit = None if job.edit is None else partial(job.edit, index)
+                worker.write(pixels[number], job.out[index], flip=job.flips[index], edit=edit)
+        return {indices[number]: reason for number, reason in bad.items()}
+
     def _take_memory(self) -> npt.NDArray[Any] | torch.Tensor:
         """Return unused memory for a full batch."""
         if not self._config.is_pinned:
@@ -219,14 +258,30 @@ class CpuBackend:
 
         return torch.as_tensor(images, device="cpu").view(torch.bfloat16)
 
-    def _worker(self) -> ImageWorker:
-        """Return the worker of the calling thread; workers reuse their buffers, so threads cannot share one."""
+    def _worker(self) -> tuple[ImageWorker, ServerConnection | None]:
+        """Return the worker of the calling thread, and its connection to a decode server if it has one.
+
+        Workers reuse their buffers, so threads cannot share one.
+        """
         if not hasattr(self._thread_local, "worker"):
             self._thread_local.worker = ImageWorker(
                 self._config.pixels, self._config.size, backend=self._backend, framework=self._framework
             )
+            self._thread_local.connection = self._connections.pop()
         worker: ImageWorker = self._thread_local.worker
-        return worker
+        connection: ServerConnection | None = self._thread_local.connection
+        return worker, connection
+
+
+def _connect_servers(config: BackendConfig, backend: Backend, framework: Framework) -> DecodeServers | None:
+    """Return the decode servers of the settings; None without any."""
+    if not config.servers:
+        return None
+    # Imported here because few loaders have servers.
+    from datasvc.loaders.decode.servers import DecodeServers
+    from datasvc.loaders.decode.serving import Decoder
+
+    return DecodeServers(config.servers, Decoder(config.size, backend, framework))
 
 
 def _regions(windows: Windows, count: int) -> list[list[float] | None]:

@@ -59,47 +59,68 @@ class ImageWorker:
         region: Sequence[float] | None = None,
         edit: Callable[[Pixels], None] | None = None,
     ) -> str | None:
-        """Decode an image.
+        """Decode an image: `scale` and `write`; for the arguments see there.
+
+        Returns:
+            The reason why the image cannot be decoded; None after success. `out` is zeros then.
+        """
+        try:
+            image = self.scale(blob, start, shape, box=box, region=region)
+        except BadSampleError as error:
+            out[...] = 0
+            return str(error)
+        self.write(image, out, flip=flip, edit=edit)
+        return None
+
+    def scale(
+        self,
+        blob: Bytes,
+        start: Sequence[int],
+        shape: Sequence[int],
+        *,
+        box: Sequence[float] | None = None,
+        region: Sequence[float] | None = None,
+    ) -> Pixels:
+        """Decode the window of an image, and scale it to `uint8[size, size, 3]`, valid until the next call.
 
         Args:
             blob: the encoded image.
             start: top and left of the window in the upright image, pixels.
             shape: height and width of the window, pixels.
-            out: slot of the image in the batch, in the pixel format; zeros if the image cannot be decoded.
-            flip: whether to mirror the image horizontally.
             box: part of the window to scale, see `Windows.boxes`; None: the whole window.
             region: replaces `start`, `shape` and `box`, see `Windows.regions`; with a box, the window has a margin.
-            edit: function that changes the image in place after scaling and mirroring, `uint8[size, size, 3]`.
 
-        Returns:
-            The reason why the image cannot be decoded; None after success.
+        Raises:
+            BadSampleError: the image cannot be decoded; the message has the reason.
         """
         if region is not None:
-            try:
-                header = read_header(blob.data)
-            except BadSampleError as error:
-                out[...] = 0
-                return str(error)
+            header = read_header(blob.data)
             start, shape, box = place_region(
                 region, header.width, header.height, size=self._size, has_margin=box is not None
             )
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:
-            image = self._resize(crop) if box is None else scale_box(Image.fromarray(crop), box, self._size)
-        else:
-            # Pillow decodes some images that nvImageCodec cannot decode, and its error says why an image is bad.
-            try:
-                image = decode_window(blob, start, shape, self._size, box=box, out=self._window)
-            except BadSampleError as error:
-                out[...] = 0
-                return str(error)
+            return self._resize(crop) if box is None else scale_box(Image.fromarray(crop), box, self._size)
+        # Pillow decodes some images that nvImageCodec cannot decode, and its error says why an image is bad.
+        return decode_window(blob, start, shape, self._size, box=box, out=self._window)
+
+    def write(
+        self, image: Pixels, out: npt.NDArray[Any], *, flip: bool, edit: Callable[[Pixels], None] | None = None
+    ) -> None:
+        """Write a scaled image to its slot in the batch.
+
+        Args:
+            image: `uint8[size, size, 3]`.
+            out: slot of the image in the batch, in the pixel format.
+            flip: whether to mirror the image horizontally.
+            edit: function that changes the image in place after mirroring, `uint8[size, size, 3]`.
+        """
         if edit is not None:
             # Flip before the edit, because an edit gets the image in its final orientation.
             copy_pixels(image, self._edited, flip=flip)
             edit(self._edited)
             image, flip = self._edited, False
         self._writer.write(image, out, flip=flip)
-        return None
 
 
 # Windows and pixel conversions are those of the other decoders, so Pillow may replace any of them for single images.

@@ -179,6 +179,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             max_height=largest(self.split, "max_height"),
             changes_colours=self._plan.changes_colours,
             has_boxes=self._plan.has_boxes,
+            servers=decode.servers,
         )
 
     def _plan_choice(self, backend: Decode) -> DecodeChoice:
@@ -190,6 +191,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             has_transform=self._plan.augment.transform is not None,
             missing=missing,
             has_other_images=self._annotations.images != (IMAGE,),
+            has_servers=bool(self._config.servers),
         )
         if backend == "auto" and candidates[0] == "pillow":
             _LOG.warning("images are decoded by Pillow, about half as fast as decode='cpu': %s", missing["cpu"])

@@ -22,6 +22,7 @@ MODULES: Final = {
     "models_trained_on": "large_versions",
     "loader": "loader",
     "evaluation": "loader",
+    "decode_servers": "decode_servers",
     "tokens": "tokens",
     "audio": "audio",
     "video": "video",

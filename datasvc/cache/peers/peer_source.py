@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import os
 import select
 import socket
 import ssl
@@ -17,7 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 from urllib.parse import urlencode, urlsplit
 
 from datasvc.cache.peers.peer_health import PeerHealth
@@ -26,6 +27,9 @@ from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.redaction import redact_url
 
+TOKEN_VARIABLE: Final = "DATASVC_TOKEN"  # noqa: S105 - the name of a variable
+CA_VARIABLE: Final = "DATASVC_CA"
+TLS_NAME_VARIABLE: Final = "DATASVC_TLS_NAME"
 _BUFFER_BYTES = 1 << 20
 _REFUSALS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "it refuses the token of this node",
@@ -75,6 +79,17 @@ class PeerSettings:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0")
 
+    @classmethod
+    def from_environment(cls) -> PeerSettings:
+        """Return settings with the token and the certificates of `DATASVC_TOKEN`, `_CA` and `_TLS_NAME`."""
+        # An empty variable counts as not set.
+        ca_file = os.environ.get(CA_VARIABLE)
+        return cls(
+            token=os.environ.get(TOKEN_VARIABLE, "").strip() or None,
+            ca_file=Path(ca_file) if ca_file else None,
+            tls_name=os.environ.get(TLS_NAME_VARIABLE) or None,
+        )
+
 
 def tls_context(ca_file: Path | None) -> ssl.SSLContext:
     """Return a context that verifies servers by `ca_file`; None: by the system's certificates. Raises ConfigError."""
@@ -84,6 +99,27 @@ def tls_context(ca_file: Path | None) -> ssl.SSLContext:
         raise ConfigError(
             f"cannot read certificates from {ca_file}: {error}; expected a file in PEM format"
         ) from error
+
+
+def connect(address: str, settings: PeerSettings, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
+    """Return an open connection to the node at a URL; its time limit is `settings.stall_timeout_s`.
+
+    Raises:
+        OSError: the node does not answer, or TLS fails.
+    """
+    url = urlsplit(address)
+    assert url.hostname is not None
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=settings.connect_timeout_s)
+    connection.connect()
+    try:
+        if tls is not None:
+            # HTTPSConnection is not used, because it always verifies the host name, which `tls_name` may replace.
+            connection.sock = tls.wrap_socket(connection.sock, server_hostname=settings.tls_name or url.hostname)
+        connection.sock.settimeout(settings.stall_timeout_s)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class PeerSource:
@@ -237,21 +273,7 @@ class PeerSource:
         return True
 
     def _connect(self) -> http.client.HTTPConnection:
-        url = urlsplit(self.name)
-        assert url.hostname is not None
-        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=self._settings.connect_timeout_s)
-        connection.connect()
-        try:
-            if self._tls is not None:
-                # HTTPSConnection is not used, because it always verifies the host name, which `tls_name` may replace.
-                connection.sock = self._tls.wrap_socket(
-                    connection.sock, server_hostname=self._settings.tls_name or url.hostname
-                )
-            connection.sock.settimeout(self._settings.stall_timeout_s)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return connect(self.name, self._settings, self._tls)
 
     def _headers(self) -> dict[str, str]:
         return {} if self._settings.token is None else {"Authorization": f"Bearer {self._settings.token}"}

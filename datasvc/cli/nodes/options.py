@@ -57,8 +57,9 @@ def open_nodes(
     urls: Iterable[str], token_file: Path | None, ca: Path | None, tls_name: str | None
 ) -> dict[str, NodeClient]:
     """Return a client for each URL. The file of the token is read once: it may be a pipe."""
+    from datasvc.cache.peers.peer_source import TOKEN_VARIABLE
     from datasvc.node.client import NodeClient
-    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+    from datasvc.node.http.auth import load_token
 
     token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
     return {url: NodeClient(url, token=token, ca_file=ca, tls_name=tls_name) for url in urls}

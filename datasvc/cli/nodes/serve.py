@@ -29,8 +29,8 @@ LogLevelOption = Annotated[
 @options_from(
     "node.settings.NodeSettings",
     in_order="cache repo budget host port token_file tls_cert tls_key ca tls_name peers url tenant tenants "
-    "max_connections "
-    "peer_rate origin_rate grace log_level as_json",
+    "max_connections peer_rate "
+    "origin_rate decode_threads grace log_level as_json",
 )
 def serve(
     cache: CacheOption,
@@ -73,7 +73,8 @@ def serve(
 
     Prints its address once it accepts connections. A single node does not need a server.
     """
-    from datasvc.node.http.auth import TOKEN_VARIABLE, load_tenants, load_token
+    from datasvc.cache.peers.peer_source import TOKEN_VARIABLE
+    from datasvc.node.http.auth import load_tenants, load_token
     from datasvc.node.server import serve as run_server
     from datasvc.node.settings import NodeSettings
 

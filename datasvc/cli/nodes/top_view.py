@@ -116,6 +116,9 @@ def _parts(status: Status, rates: Sequence[Mapping[str, float]]) -> Iterator[Ren
             f"{count_text(serving['num_fetches'], 'object')} being fetched for peers, "
             f"{serving['num_broken']} incomplete responses"
         )
+    if "decoding" in status:
+        decoding = status["decoding"]
+        yield Text(f"decoding for loaders: {decoding['num_images']} images, {decoding['num_threads']} threads")
     yield from _tables(status)
 
 

@@ -13,12 +13,12 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
+from datasvc.cache.peers.peer_source import TOKEN_VARIABLE
 from datasvc.errors import ConfigError
 
-TOKEN_VARIABLE: Final = "DATASVC_TOKEN"  # noqa: S105 - the name of a variable
 _MIN_TOKEN_CHARS = 16
 _MAX_FILE_CHARS = 4096  # of a file with a token: more than any token has
 _MAX_TENANTS_CHARS = 1 << 20

@@ -40,6 +40,7 @@ _SERVING_GAUGES: Final = (
     ("num_connections", "connections", "Open connections"),
     ("num_fetches", "peer_fetches", "Objects being fetched for peers"),
 )
+_DECODING_COUNTERS: Final = (("num_images", "decoded_images", "Images decoded for loaders of other machines"),)
 _PEER_COUNTERS: Final = (
     ("num_ok", "ok", "Objects received from a peer that were correct"),
     ("num_missing", "missing", "Objects that a peer did not have"),
@@ -78,6 +79,8 @@ class _StatusCollector(Collector):
         yield from _space(status["cache"])
         yield from _peers(status["peers"])
         yield _job_states(status["jobs"])
+        if "decoding" in status:
+            yield from _counters(status["decoding"], _DECODING_COUNTERS)
 
 
 def _counters(values: Mapping[str, Any], rows: tuple[tuple[str, str, str], ...]) -> Iterator[Metric]:

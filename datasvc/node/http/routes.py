@@ -1,4 +1,4 @@
-"""The objects of this node's cache, whole or ranges of them, and its staging jobs.
+"""The objects of this node's cache, whole or ranges of them, its staging jobs, and its decoding for loaders.
 
     GET  /objects/{digest}                      the object if it is resident, otherwise 404
     GET  /objects/{digest}?origin=URL&size=N    the object, fetched if needed from URL, an origin of this node; not
@@ -16,6 +16,11 @@ wrong. An object that is damaged on this disk is quarantined and no longer serve
     GET    /stage                                                      all jobs
     GET    /stage/{id}                                                 one job: state, bytes, seconds, error
     DELETE /stage/{id}                                                 cancel a job; what has arrived stays resident
+
+With `decode_threads`, it decodes images for the loaders of other machines, for every token, since it reads nothing:
+
+    GET  /decode                                its threads, and the number of images so far
+    POST /decode                                pixels of the images in the body, see `datasvc.loaders.decode.serving`
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from aiohttp import web
 
 from datasvc.cache.status import Finding
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
+from datasvc.loaders.decode.serving import MAX_REQUEST_BYTES, DecodeServer
 from datasvc.node.http.error_responses import error_response
 from datasvc.node.http.tenants import NodeAccess, NodeAccesses
 from datasvc.node.transfers.sending import Sender
@@ -282,3 +288,34 @@ async def _read_body(request: web.Request) -> dict[str, str]:
     if "ref" not in body:
         raise ConfigError('the body has no "ref"; expected a data set, such as {"ref": "pets@1"}')
     return body
+
+
+class DecodeRoutes:
+    """Handlers of `/decode`."""
+
+    def __init__(self, server: DecodeServer) -> None:
+        self._server = server
+        # Bodies are in memory, so no more are read than can be decoded soon.
+        self._reading = asyncio.Semaphore(2 * server.num_threads)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        return [web.get("/decode", self.show), web.post("/decode", self.decode)]
+
+    async def show(self, _request: web.Request) -> web.Response:
+        """Show the threads, and the images decoded so far."""
+        return web.json_response(self._server.describe())
+
+    async def decode(self, request: web.Request) -> web.Response:
+        """Decode the images in the body."""
+        size_bytes = request.content_length
+        if size_bytes is None or size_bytes > MAX_REQUEST_BYTES:
+            raise ConfigError(f"expected a body with a Content-Length of at most {MAX_REQUEST_BYTES} bytes")
+        async with self._reading:
+            try:
+                async with asyncio.timeout(_BODY_TIMEOUT_S):
+                    body = await request.content.readexactly(size_bytes)
+            except (TimeoutError, asyncio.IncompleteReadError) as error:
+                raise UnavailableError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from error
+            answer = await asyncio.get_running_loop().run_in_executor(self._server.pool, self._server.answer, body)
+        return web.Response(body=answer, content_type="application/octet-stream")

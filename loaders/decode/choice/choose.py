@@ -44,6 +44,7 @@ def plan_candidates(
     has_transform: bool,
     missing: Mapping[Backend, str],
     has_other_images: bool = False,
+    has_servers: bool = False,
 ) -> Sequence[Backend]:
     """Return the possible backends, at least one; if there are several, trials measure which is fastest.
 
@@ -53,6 +54,7 @@ def plan_candidates(
         has_transform: whether the user has a transform, which runs on the CPU.
         missing: backends that cannot be used here, with a message for each.
         has_other_images: whether samples have several images, or one whose size is not stored.
+        has_servers: whether other machines decode a part of the images.
 
     Raises:
         ConfigError: the requested backend cannot be used; the message has the reason.
@@ -63,6 +65,8 @@ def plan_candidates(
     if has_other_images:
         reason = "images other than the column 'image' are decoded on the CPU; use decode='cpu' or 'auto'"
         refused |= dict.fromkeys(ON_GPU, reason)
+    if has_servers:
+        refused |= dict.fromkeys(ON_GPU, "decode servers decode as a CPU does; use decode='cpu', or no servers")
     if not on_gpu:
         refused |= dict.fromkeys(ON_GPU, f"decode={requested!r} leaves the images on a GPU; give device='cuda' too")
     if requested != "auto" and requested != "gpu":  # noqa: PLR1714 - a set would not narrow the type

@@ -266,6 +266,7 @@ def test_every_setting_of_images_reaches_the_loader(repository, monkeypatch):
             "prefetch": 3,
             "decode": "pillow",
             "decode_threads": 5,
+            "decode_servers": ("http://cpu1:8765",),
             "on_bad": "mask",
             "decode_group": "group",
             "decode_lag": 9,
@@ -298,7 +299,7 @@ def test_every_setting_of_images_reaches_the_loader(repository, monkeypatch):
             transform=mirror,
         ),
         "device": "cpu",
-        "decode": DecodeConfig("pillow", num_threads=5, prefetch=3, on_bad="mask"),
+        "decode": DecodeConfig("pillow", num_threads=5, prefetch=3, on_bad="mask", servers=("http://cpu1:8765",)),
         "ledger": "folder",
         "decode_group": DecodeGroup("group", lag=9),
     }

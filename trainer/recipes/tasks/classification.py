@@ -80,7 +80,11 @@ class Classification:
             augment=config.build_augment(self._transform),
             device=str(place.device) if group is None else "cpu",
             decode=DecodeConfig(
-                config.decode, num_threads=place.num_threads, prefetch=config.prefetch, on_bad=config.on_bad
+                config.decode,
+                num_threads=place.num_threads,
+                prefetch=config.prefetch,
+                on_bad=config.on_bad,
+                servers=config.decode_servers,
             ),
             ledger=config.ledger if training else None,
             decode_group=group,

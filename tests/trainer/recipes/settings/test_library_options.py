@@ -92,6 +92,7 @@ SETTINGS = {
         "num_threads": "decode_threads",
         "prefetch": "prefetch",
         "on_bad": "on_bad",
+        "servers": "decode_servers",
     },
     DecodeGroup: {"name": "decode_group", "lag": "decode_lag"},
     PixelFormat: {"layout": "channels_last", "mean": "mean", "std": "std"},

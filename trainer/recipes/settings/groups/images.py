@@ -100,6 +100,8 @@ class DecodeSettings(SettingGroup):
         prefetch: batches that the loader prepares ahead; 0: none.
         decode: what decodes images; "auto" is the fastest one that works; see `DecodeConfig`.
         decode_threads: decoding threads of a rank; None: the processors of the node divided by its ranks.
+        decode_servers: URLs of nodes that decode a part of the images, `datasvc serve --decode-threads`, beside the
+            threads of each rank; the token is that of DATASVC_TOKEN.
         on_bad: what happens to images that do not decode: "raise" ends the run, "mask" leaves them out of loss and
             metrics.
         decode_group: name of a group of jobs of this node that decode each training batch once for all of them; None:
@@ -115,6 +117,7 @@ class DecodeSettings(SettingGroup):
     # A test compares the choices with those of `DecodeConfig`, whose module takes long to import.
     decode: Literal["auto", "cpu", "gpu", "gpu-window", "gpu-whole", "pillow"] = "auto"
     decode_threads: Annotated[int | None, Metavar("THREADS"), Range(1)] = None
+    decode_servers: Annotated[tuple[str, ...], Metavar("URL")] = ()
     on_bad: Literal["raise", "mask"] = "raise"
     decode_group: Annotated[str | None, Metavar("NAME")] = None
     decode_lag: Annotated[int, Metavar("BATCHES"), Range(1)] = 6

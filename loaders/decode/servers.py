@@ -1,0 +1,279 @@
+"""Decode servers as a loader sees them: nodes that decode a part of its images, to the pixels that it gets itself.
+
+The CPU backend has a thread per thread of a server, beside its own. All take tasks from one queue, so a server
+decodes as many images as it has time for. What a server does not decode, for whatever reason, is decoded here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image
+
+from datasvc.cache.peers.peer_source import PeerSettings, connect, tls_context
+from datasvc.errors import ConfigError
+from datasvc.loaders.decode.pixels import PixelFormat, Pixels
+from datasvc.loaders.decode.serving import (
+    MAX_IMAGES,
+    MAX_REQUEST_BYTES,
+    Decoder,
+    EncodedImage,
+    pack_request,
+    parse_answer,
+)
+from datasvc.loaders.decode.worker import ImageWorker
+from datasvc.threads import count_processors
+
+_LOG = logging.getLogger(__name__)
+_ANSWER_S: Final = 10.0  # for an answer, and for each pause in it
+_HEAD_BYTES: Final = 64 << 10  # more than the head of a request has
+# After a failure, a thread decodes so many tasks itself before the server is tried again; each time twice as many.
+_MIN_PAUSE: Final = 8
+_MAX_PAUSE: Final = 4096
+_Decoded = tuple[Pixels, dict[int, str]]
+
+
+class ServerConnection:
+    """What one thread sends to a decode server, over one connection at a time."""
+
+    def __init__(self, server: ServerOfLoader) -> None:
+        self._server = server
+        self._connection: http.client.HTTPConnection | None = None
+
+    def decode(self, images: Sequence[EncodedImage]) -> _Decoded | None:
+        """Return the scaled pixels of images, `uint8[n, size, size, 3]`, and which are bad: index -> reason.
+
+        None: the server does not decode them now; decode them here.
+        """
+        num_bytes = sum(len(image.blob) for image in images)
+        if len(images) > MAX_IMAGES or num_bytes + _HEAD_BYTES > MAX_REQUEST_BYTES or not self._server.is_due():
+            return None
+        is_reused = self._connection is not None
+        try:
+            try:
+                decoded = self._send(images)
+            except (ConnectionError, http.client.BadStatusLine):
+                if not is_reused:
+                    raise
+                decoded = self._send(images)  # the server may close a connection that nobody has used for a while
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ConfigError is a ValueError
+            self._server.record_failure(str(error) or type(error).__name__)
+            return None
+        self._server.record_success(len(images))
+        return decoded
+
+    def _send(self, images: Sequence[EncodedImage]) -> _Decoded:
+        try:
+            if self._connection is None:
+                self._connection = self._server.connect()
+            return self._server.decode(self._connection, images)
+        except BaseException:
+            if self._connection is not None:
+                self._server.disconnect(self._connection)
+                self._connection = None
+            raise
+
+
+class ServerOfLoader:
+    """A decode server that the threads of one backend use.
+
+    Args:
+        url: URL of the node, http or https.
+        decoder: how images are decoded, here as there.
+        settings: token, certificates and time limits.
+
+    Attributes:
+        num_images: images that it has decoded.
+        num_threads: number of its threads; until it answers, the number of processors here.
+
+    Raises:
+        ConfigError: the URL is not valid, the node refuses, or its pixels differ from those decoded here.
+    """
+
+    def __init__(self, url: str, decoder: Decoder, settings: PeerSettings) -> None:
+        self._url, self._decoder, self._settings = url.rstrip("/"), decoder, settings
+        self._tls = tls_context(settings.ca_file) if url.startswith("https:") else None
+        self._lock = threading.Lock()
+        self._checking = threading.Lock()
+        self._open: set[http.client.HTTPConnection] = set()
+        self._is_checked = self._is_closed = False
+        self._skip, self._pause = 0, _MIN_PAUSE  # tasks until the next attempt, and after the next failure
+        self.num_images, self.num_threads = 0, count_processors()
+        try:
+            self.disconnect(self.connect())
+        except ConfigError:
+            raise
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self.record_failure(str(error) or type(error).__name__)
+
+    def is_due(self) -> bool:
+        """Return whether a thread may send to the server now; count the task if it must not."""
+        with self._lock:
+            if self._skip > 0:
+                self._skip -= 1
+            return self._skip == 0 and not self._is_closed
+
+    def connect(self) -> http.client.HTTPConnection:
+        """Return a new connection. After a failure the server is checked first: it may have other software now.
+
+        Raises:
+            ConfigError: the node refuses, or its pixels differ from those decoded here.
+            OSError, http.client.HTTPException, ValueError: the node does not answer.
+        """
+        connection = connect(self._url, self._settings, self._tls)
+        connection.sock.settimeout(_ANSWER_S)
+        with self._lock:
+            self._open.add(connection)
+        try:
+            with self._checking:
+                if not self._is_checked:
+                    self._check(connection)
+                    self._is_checked = True
+        except BaseException:
+            self.disconnect(connection)
+            raise
+        return connection
+
+    def disconnect(self, connection: http.client.HTTPConnection) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.discard(connection)
+        connection.close()
+
+    def decode(self, connection: http.client.HTTPConnection, images: Sequence[EncodedImage]) -> _Decoded:
+        """Let the server decode images; for the errors see `connect`."""
+        parts = pack_request(self._decoder, images)
+        body = self._request(connection, "POST", parts)
+        return parse_answer(body, len(images), self._decoder.size)
+
+    def record_success(self, num_images: int) -> None:
+        """Count images that the server has decoded."""
+        with self._lock:
+            was_failing, self._pause = self._pause > _MIN_PAUSE, _MIN_PAUSE
+            self.num_images += num_images
+        if was_failing:
+            _LOG.warning("decode server %s is used again", self._url)
+
+    def record_failure(self, reason: str) -> None:
+        """Pause the use of the server; the first time, warn."""
+        with self._lock:
+            if self._is_closed:
+                return
+            was_failing = self._pause > _MIN_PAUSE
+            self._skip, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+            self._is_checked = False
+        if not was_failing:
+            _LOG.warning(
+                "decode server %s is not used: %s; its part is decoded here, and it is tried again", self._url, reason
+            )
+
+    def close(self) -> None:
+        """Close all connections; a thread that waits for an answer then goes on."""
+        with self._lock:
+            self._is_closed = True
+            connections = tuple(self._open)
+            self._open.clear()
+        for connection in connections:
+            with suppress(OSError):
+                connection.sock.shutdown(2)
+            connection.close()
+
+    def _check(self, connection: http.client.HTTPConnection) -> None:
+        """Check that the node decodes images, to the bytes that this machine gets from them."""
+        facts = json.loads(self._request(connection, "GET", []))
+        self.num_threads = int(facts["num_threads"])
+        probe = _make_probe()
+        worker = ImageWorker(
+            PixelFormat("uint8"), self._decoder.size, backend=self._decoder.backend, framework=self._decoder.framework
+        )
+        expected = [worker.scale(image.blob, image.start, image.shape, box=image.box).copy() for image in probe]
+        found, bad = self.decode(connection, probe)
+        if bad or not np.array_equal(found, expected):
+            raise ConfigError(
+                f"decode server {self._url} decodes images to other pixels than this machine: install the same "
+                "versions of datasvc, nvidia-nvimgcodec, torch and Pillow on both, on processors of one kind"
+            )
+
+    def _request(self, connection: http.client.HTTPConnection, method: str, parts: Sequence[Any]) -> bytes:
+        headers = {"Content-Type": "application/octet-stream"}
+        if self._settings.token is not None:
+            headers["Authorization"] = f"Bearer {self._settings.token}"
+        if parts:
+            headers["Content-Length"] = str(sum(map(len, parts)))
+        connection.request(method, "/decode", body=iter(parts) if parts else None, headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+        if response.status == HTTPStatus.OK:
+            return body
+        reason = _error_of(body) or f"status {response.status} {response.reason}"
+        if response.status == HTTPStatus.NOT_FOUND:
+            reason = "it does not decode images: start it with --decode-threads"
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise ConnectionError(reason)
+        raise ConfigError(f"decode server {self._url} refuses: {reason}")
+
+
+class DecodeServers:
+    """The decode servers of a backend.
+
+    Args:
+        urls: URLs of the nodes.
+        decoder: how images are decoded.
+
+    Raises:
+        ConfigError: see `ServerOfLoader`.
+    """
+
+    def __init__(self, urls: Sequence[str], decoder: Decoder) -> None:
+        settings = PeerSettings.from_environment() if urls else PeerSettings()
+        self._servers = {url: ServerOfLoader(url, decoder, settings) for url in urls}
+
+    def connections(self) -> list[ServerConnection]:
+        """Return a connection for each thread of each server, in turns."""
+        rounds = range(max((server.num_threads for server in self._servers.values()), default=0))
+        return [
+            ServerConnection(server)
+            for number in rounds
+            for server in self._servers.values()
+            if number < server.num_threads
+        ]
+
+    @property
+    def num_images(self) -> dict[str, int]:
+        """Images that each server has decoded, by its URL."""
+        return {url: server.num_images for url, server in self._servers.items()}
+
+    def close(self) -> None:
+        """Close all connections."""
+        for server in self._servers.values():
+            server.close()
+
+
+def _make_probe() -> list[EncodedImage]:
+    """Return images with windows whose pixels show whether two decoders and their filters are the same."""
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+    images = []
+    for kind, options in (("JPEG", {"quality": 80}), ("PNG", {})):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, kind, **options)
+        blob = np.frombuffer(file.getvalue(), np.uint8)
+        images += [
+            EncodedImage(blob, [13, 21], [150, 201]),
+            EncodedImage(blob, [0, 0], [192, 256], [3.5, 2.25, 180.0, 170.5]),
+        ]
+    return images
+
+
+def _error_of(body: bytes) -> str:
+    with suppress(ValueError, AttributeError, RecursionError):
+        return str(json.loads(body).get("error", ""))[:500]
+    return ""

@@ -1,0 +1,189 @@
+"""What a node with `datasvc serve --decode-threads` does: decodes images that loaders of other machines send.
+
+The pixels that it returns are those before flips, colours and normalisation, which are the loader's work: a byte per
+value, and nothing in them depends on the epoch beyond the window. See `servers` for the loader's side.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+import numpy as np
+
+from datasvc.errors import BadSampleError, ConfigError
+from datasvc.loaders.decode.backend import Backend, Framework
+from datasvc.loaders.decode.pixels import PixelFormat, Pixels
+from datasvc.loaders.decode.worker import ImageWorker
+from datasvc.shards.format.mapped_file import Bytes
+
+MAX_REQUEST_BYTES: Final = 64 << 20
+MAX_IMAGES: Final = 64
+_MAX_SIZE: Final = 4096
+_MAX_ANSWER_BYTES: Final = 256 << 20
+_LENGTH: Final = struct.Struct("<I")
+_MAX_NUMBER: Final = 1 << 31
+_SCALED: Final = PixelFormat("uint8")
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image to decode; for the fields see `ImageWorker.scale`."""
+
+    blob: Bytes
+    start: Sequence[int]
+    shape: Sequence[int]
+    box: Sequence[float] | None = None
+    region: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How images are decoded; for the fields see `ImageWorker`."""
+
+    size: int
+    backend: Backend
+    framework: Framework
+
+
+def pack_request(decoder: Decoder, images: Sequence[EncodedImage]) -> list[memoryview | bytes]:
+    """Return the body of a request in parts: length of the head, `uint32`; the head, JSON; the encoded images."""
+    rows = [[len(image.blob), image.start, image.shape, image.box, image.region] for image in images]
+    head = json.dumps({**vars(decoder), "images": rows}).encode()
+    return [_LENGTH.pack(len(head)), head, *(image.blob.data for image in images)]
+
+
+def parse_request(body: bytes) -> tuple[Decoder, list[EncodedImage]]:
+    """Return the content of the body of a request. Raises ConfigError: it is not valid, or asks for too much."""
+    try:
+        decoder, images = _read_request(body)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, struct.error) as error:
+        raise ConfigError(
+            f"the request is not one to decode images ({str(error)[:200]}); loader and node need one release"
+        ) from error
+    if len(images) > MAX_IMAGES or decoder.size > _MAX_SIZE or len(images) * decoder.size**2 * 3 > _MAX_ANSWER_BYTES:
+        raise ConfigError(
+            f"a request has at most {MAX_IMAGES} images, of a size of at most {_MAX_SIZE}, with pixels of at most "
+            f"{_MAX_ANSWER_BYTES} bytes together"
+        )
+    return decoder, images
+
+
+def _read_request(body: bytes) -> tuple[Decoder, list[EncodedImage]]:
+    head, position = _split(body)
+    rows = head.pop("images")
+    decoder = Decoder(**head)
+    _check_numbers([decoder.size], int, 1, lowest=1)
+    if decoder.backend not in ("cpu", "pillow") or decoder.framework not in get_args(Framework):
+        raise ValueError("its decoder is unknown")
+    content, images = np.frombuffer(body, np.uint8), []
+    for size_bytes, start, shape, box, region in rows:
+        _check_numbers([size_bytes], int, 1, lowest=0)
+        _check_numbers(start, int, 2)
+        _check_numbers(shape, int, 2)
+        if box is not None:
+            _check_numbers(box, float, 4)
+        if region is not None:
+            _check_numbers(region, float, 6)
+        images.append(EncodedImage(content[position : position + size_bytes], start, shape, box, region))
+        position += size_bytes
+    if position != len(body):
+        raise ValueError("its images have other sizes")
+    return decoder, images
+
+
+def _check_numbers(values: Any, kind: type, count: int, *, lowest: int = -_MAX_NUMBER) -> None:
+    """Raise ValueError unless `values` is a list of so many numbers of a kind, from `lowest` to `_MAX_NUMBER`."""
+    has_kind = isinstance(values, list) and all(type(value) is kind for value in values)
+    if not has_kind or len(values) != count or not all(lowest <= value <= _MAX_NUMBER for value in values):
+        raise ValueError(f"{str(values)[:80]} is not a list of {count} numbers in their range")
+
+
+def pack_answer(pixels: Pixels, bad: dict[int, str]) -> bytes:
+    """Return an answer: length of the head, `uint32`; the head, JSON; the pixels `uint8[n, size, size, 3]`."""
+    head = json.dumps({"bad": {str(index): reason for index, reason in bad.items()}}).encode()
+    return b"".join([_LENGTH.pack(len(head)), head, pixels.data])
+
+
+def parse_answer(body: bytes, count: int, size: int) -> tuple[Pixels, dict[int, str]]:
+    """Return the pixels of `count` images of an answer, and which could not be decoded: index -> reason.
+
+    Raises:
+        ValueError: the body is not the answer to a request of so many images.
+    """
+    try:
+        head, position = _split(body)
+        bad = {int(index): str(reason) for index, reason in head["bad"].items()}
+        pixels = np.frombuffer(body, np.uint8, offset=position).reshape(count, size, size, 3)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+        raise ValueError(f"its answer is not one of decoded images: {str(error)[:200]}") from error
+    if not bad.keys() <= set(range(count)):
+        raise ValueError("its answer names images that were not sent")
+    return pixels, bad
+
+
+class DecodeServer:
+    """Decodes requests in `num_threads` threads.
+
+    Attributes:
+        num_threads: number of threads.
+        num_images: images decoded so far.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads, self.num_images = num_threads, 0
+        self._lock = threading.Lock()
+        self._thread_local = threading.local()
+        self.pool: Final = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-decode-server")
+
+    def answer(self, body: bytes) -> bytes:
+        """Return the answer to the body of a request, in a thread of the pool.
+
+        Raises:
+            ConfigError: the request is not valid, or this machine lacks what it needs.
+        """
+        decoder, images = parse_request(body)
+        worker = self._worker(decoder)
+        pixels = np.zeros((len(images), decoder.size, decoder.size, 3), np.uint8)
+        bad: dict[int, str] = {}
+        for index, image in enumerate(images):
+            try:
+                pixels[index] = worker.scale(image.blob, image.start, image.shape, box=image.box, region=image.region)
+            except BadSampleError as error:
+                bad[index] = str(error)
+        with self._lock:
+            self.num_images += len(images)
+        return pack_answer(pixels, bad)
+
+    def describe(self) -> dict[str, int]:
+        """Return the attributes, as JSON values."""
+        return {"num_threads": self.num_threads, "num_images": self.num_images}
+
+    def close(self) -> None:
+        """Stop after the requests in progress."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def _worker(self, decoder: Decoder) -> ImageWorker:
+        """Return the calling thread's worker. It keeps one, because workers of large images have large buffers."""
+        if getattr(self._thread_local, "decoder", None) != decoder:
+            self._thread_local.worker = ImageWorker(
+                _SCALED, decoder.size, backend=decoder.backend, framework=decoder.framework
+            )
+            self._thread_local.decoder = decoder
+        worker: ImageWorker = self._thread_local.worker
+        return worker
+
+
+def _split(body: bytes) -> tuple[dict[str, Any], int]:
+    """Return the head of a body, and where the bytes after it begin."""
+    (length,) = _LENGTH.unpack_from(body)
+    stop = _LENGTH.size + length
+    head = json.loads(body[_LENGTH.size : stop])
+    if len(body) < stop or not isinstance(head, dict):
+        raise ValueError("it has no head")
+    return head, stop

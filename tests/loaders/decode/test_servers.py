@@ -1,0 +1,284 @@
+"""Images decoded by nodes: the pixels of this machine, whatever happens to a node."""
+
+import json
+import logging
+import socket
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from datasvc.errors import ConfigError
+from datasvc.loaders import DecodeConfig, ImageLoader
+from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.decode import serving
+from datasvc.loaders.decode.backend import BackendConfig
+from datasvc.loaders.decode.cpu import CpuBackend
+from datasvc.loaders.decode.pixels import PixelFormat
+from datasvc.loaders.decode.servers import DecodeServers, ServerOfLoader
+from datasvc.loaders.decode.serving import Decoder, EncodedImage, pack_request, parse_answer, parse_request
+from datasvc.loaders.profiling.step_profiler import StepProfiler
+from tests.loaders.decode.photos import SIZE, broken, decode, photos, windows
+from tests.node.conftest import RunningNode
+from tests.support.ports import reserved_ports
+
+DECODER = Decoder(SIZE, "cpu", "torch")
+TOKEN = "0123456789abcdef"
+IMAGES = [EncodedImage(blob, [1, 2], [40, 50]) for blob in photos(5)]
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    monkeypatch.delenv("DATASVC_TOKEN", raising=False)
+    nodes = []
+
+    def start_node(**settings):
+        folder = tmp_path / f"node{len(nodes)}"
+        nodes.append(RunningNode(**{"folder": folder, "budget": "10MB", "decode_threads": 1, **settings}))
+        return nodes[-1]
+
+    yield start_node
+    for node in nodes:
+        node.stop()
+
+
+def make_backend(*urls, output="uint8", backend="cpu", framework="torch"):
+    config = BackendConfig(
+        batch_size=8, size=SIZE, pixels=PixelFormat(output), num_threads=1, prefetch=2, servers=urls
+    )
+    return CpuBackend(config, backend=backend, framework=framework, profiler=StepProfiler())
+
+
+def only_on_servers(backend):
+    """Let all threads of a backend send to its servers, so that no chance decides which of them decodes an image."""
+    connections = [each for each in backend._connections if each is not None]
+    backend._connections = [*connections, *backend._servers.connections()]
+    return backend
+
+
+@pytest.mark.parametrize("backend", ["cpu", "pillow"])
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_server_decodes_to_the_pixels_of_this_machine(start, backend, framework):
+    node = start()
+    bad = broken(photos(1)[0])
+    images, crops = [*photos(6), bad, photos(1)[0][:40]], windows(8)
+    makers = [lambda: make_backend(output="float32", backend=backend, framework=framework)]
+    makers.append(
+        lambda: only_on_servers(make_backend(node.url, output="float32", backend=backend, framework=framework))
+    )
+    results = []
+    for make in makers:
+        decoder = make()
+        results.append(decode(decoder, images, crops))
+        decoder.close()
+    here, there = results
+    assert np.array_equal(np.asarray(here.images), np.asarray(there.images))
+    assert set(here.bad) == {6, 7}
+    assert here.bad == there.bad
+    assert node.get("/status").json["decoding"] == {"num_threads": 1, "num_images": 8 + 4}  # four of the probe
+    assert "datasvc_decoded_images_total 12.0" in node.get("/metrics").body.decode()
+
+
+@pytest.mark.parametrize("evaluation", [None, "torchvision"])
+def test_batches_of_a_loader_do_not_depend_on_its_servers(start, digits, evaluation):
+    node = start()
+    augment = AugmentConfig(brightness=0.4) if evaluation is None else AugmentConfig(evaluation=evaluation)
+
+    def batches(*servers):
+        loader = ImageLoader(
+            digits["train"],
+            batch_size=16,
+            training=evaluation is None,
+            size=32,
+            augment=augment,
+            decode=DecodeConfig(num_threads=1, servers=servers),
+        )
+        with loader:
+            return [batch.images.numpy().copy() for batch, _ in zip(loader, range(4), strict=False)]
+
+    for here, there in zip(batches(), batches(node.url), strict=True):
+        assert np.array_equal(here, there)
+
+
+def test_what_a_lost_server_does_not_decode_is_decoded_here(start, caplog):
+    with reserved_ports(1) as (port,):
+        node = start(port=port)
+        backend = only_on_servers(make_backend(node.url))
+        images, crops = photos(8), windows(8)
+        expected = decode(make_backend(), images, crops).images
+        assert np.array_equal(decode(backend, images, crops).images, expected)
+        node.stop()
+        for _ in range(3):
+            assert np.array_equal(decode(backend, images, crops).images, expected)
+        assert caplog.text.count("its part is decoded here, and it is tried again") == 1
+        node = start(port=port)
+        while "is used again" not in caplog.text:  # the time limit of the test ends it otherwise
+            assert np.array_equal(decode(backend, images, crops).images, expected)
+        backend.close()
+    assert node.get("/decode").json["num_images"] > 4
+
+
+def test_a_server_with_other_software_after_a_failure_is_not_used(start, monkeypatch, caplog):
+    with reserved_ports(1) as (port,):
+        (server,) = (servers := DecodeServers([start(port=port).url], DECODER))._servers.values()
+        (connection,) = servers.connections()
+        assert connection.decode(IMAGES) is not None
+        server.record_failure("it was asked to pause")
+        connection._server.disconnect(connection._connection)
+        connection._connection = None
+        answer = serving.DecodeServer.answer
+        monkeypatch.setattr(serving.DecodeServer, "answer", lambda *given: answer(*given)[:-1] + b"\0")
+        while not server.is_due():
+            pass
+        assert connection.decode(IMAGES) is None
+        assert servers.num_images == {server._url: len(IMAGES)}
+        assert not server.is_due()
+
+
+def test_a_server_that_is_not_there_at_the_start_is_tried_again_after_more_and_more_tasks(caplog):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # it does not listen
+        servers = DecodeServers([f"http://127.0.0.1:{bound.getsockname()[1]}"], DECODER)
+        connection = servers.connections()[0]
+        assert "its part is decoded here" in caplog.text
+        (server,) = servers._servers.values()
+        pauses = []
+        for _ in range(3):
+            skipped = 1
+            while not server.is_due():
+                skipped += 1
+            pauses.append(skipped)
+            assert connection.decode(IMAGES) is None
+        assert pauses == [8, 16, 32]
+
+
+def test_a_connection_that_the_server_has_closed_is_opened_again(start, caplog):
+    node = start()
+    servers = DecodeServers([node.url], DECODER)
+    (connection,) = servers.connections()
+    assert connection.decode(IMAGES) is not None
+    connection._connection.sock.shutdown(socket.SHUT_RDWR)
+    assert connection.decode(IMAGES) is not None
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_closing_ends_the_wait_for_an_answer(monkeypatch, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr(ServerOfLoader, "_check", lambda *_: None)
+        servers = DecodeServers([url], DECODER)
+        listening.accept()[0].close()
+        connection = servers.connections()[0]
+        results = []
+        waiting = threading.Thread(target=lambda: results.append(connection.decode(IMAGES)))
+        waiting.start()
+        accepted, _ = listening.accept()
+        with accepted:
+            while b"\r\n\r\n" not in accepted.recv(4096, socket.MSG_PEEK):
+                pass
+            servers.close()
+            waiting.join()
+        assert results == [None]
+        assert "is not used" not in caplog.text
+
+
+def test_nodes_that_must_not_be_used_are_refused_with_what_to_do(start, monkeypatch):
+    with pytest.raises(ConfigError, match="start it with --decode-threads"):
+        DecodeServers([start(decode_threads=0).url], DECODER)
+    with pytest.raises(ConfigError, match="requires a token"):
+        DecodeServers([start(token=TOKEN).url], DECODER)
+    monkeypatch.setenv("DATASVC_TOKEN", TOKEN)
+    DecodeServers([start(token=TOKEN).url], DECODER).close()
+    with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
+        DecodeConfig(servers=("node7",))
+    answer = serving.DecodeServer.answer
+    monkeypatch.setattr(serving.DecodeServer, "answer", lambda *given: answer(*given)[:-1] + b"\0")
+    with pytest.raises(ConfigError, match="other pixels than this machine: install the same versions"):
+        DecodeServers([start(token=TOKEN).url], DECODER)
+
+
+def test_a_gpu_does_not_decode_beside_servers(digits):
+    with pytest.raises(ConfigError, match="decode servers decode as a CPU does"):
+        ImageLoader(
+            digits["train"],
+            batch_size=8,
+            training=True,
+            device="cuda:0",
+            decode=DecodeConfig("gpu-whole", servers=("http://a:1",)),
+        )
+
+
+def test_a_request_is_read_as_it_was_packed():
+    images = [
+        EncodedImage(np.arange(9, dtype=np.uint8), [1, 2], [3, 4]),
+        EncodedImage(np.empty(0, np.uint8), [0, 0], [1, 1], [0.5, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0, 9.0, 9.0]),
+    ]
+    decoder, found = parse_request(b"".join(pack_request(DECODER, images)))
+    assert decoder == DECODER
+    for image, other in zip(images, found, strict=True):
+        assert np.array_equal(image.blob, other.blob)
+        assert [other.start, other.shape, other.box, other.region] == [
+            image.start,
+            image.shape,
+            image.box,
+            image.region,
+        ]
+
+
+HEAD = {"size": 8, "backend": "cpu", "framework": "torch", "images": [[3, [0, 0], [1, 1], None, None]]}
+HOSTILE = [
+    {"size": 0},
+    {"size": True},
+    {"size": 1 << 20},
+    {"backend": "gpu-whole"},
+    {"framework": ["torch"]},
+    {"other": 1},
+    {"images": None},
+    {"images": [[3, [0, 0], [1, 1], None]]},
+    {"images": [[-1, [0, 0], [1, 1], None, None]]},
+    {"images": [[4, [0, 0], [1, 1], None, None]]},
+    {"images": [[2, [0, 0], [1, 1], None, None]]},
+    {"images": [[3, [0, 1 << 40], [1, 1], None, None]]},
+    {"images": [[3, [0, 0, 0], [1, 1], None, None]]},
+    {"images": [[3, [0, 0], [1, 1], [0.0, 0.0, float("nan"), 1.0], None]]},
+    {"images": [[3, [0, 0], [1, 1], None, [1.0]]]},
+    {"images": [[3, [0, 0], [1, 1], None, None]] + [[0, [0, 0], [1, 1], None, None]] * 64},
+    {"size": 4096, "images": [[3, [0, 0], [1, 1], None, None]] + [[0, [0, 0], [1, 1], None, None]] * 9},
+]
+
+
+def body_of(head, tail=b"abc"):
+    text = json.dumps(head).encode()
+    return struct.pack("<I", len(text)) + text + tail
+
+
+def test_hostile_requests_are_refused_before_anything_is_decoded(start):
+    parse_request(body_of(HEAD))
+    bodies = [body_of(HEAD | change) for change in HOSTILE]
+    for body in [*bodies, b"", b"\1", b"\xff\xff\xff\xff{}", body_of([]), body_of(HEAD)[:-30], b"\4\0\0\0[[[["]:
+        with pytest.raises(ConfigError, match=r"not one to decode images|at most"):
+            parse_request(body)
+    node = start()
+    assert node.ask("POST", "/decode", bodies[0]).status == 400
+    connection = node.connect()
+    connection.putrequest("POST", "/decode")
+    connection.putheader("Content-Length", str(1 << 40))
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "body", [b"", body_of({}), body_of({"bad": {}}), body_of({"bad": {"7": "x"}}, bytes(2 * 3 * 3 * 3))]
+)
+def test_an_answer_of_something_else_is_an_error(body):
+    with pytest.raises(ValueError, match="its answer"):
+        parse_answer(body, 2, 3)
+
+
+def test_an_image_decoded_to_too_many_bytes_for_a_request_is_decoded_here(start):
+    node = start()
+    (connection,) = DecodeServers([node.url], DECODER).connections()
+    assert connection.decode([EncodedImage(np.zeros(64 << 20, np.uint8), [0, 0], [1, 1])]) is None
+    assert connection.decode(IMAGES) is not None
