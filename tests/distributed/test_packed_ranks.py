@@ -13,6 +13,7 @@ import pytest
 import datasvc
 from datasvc.ledger.audit import audit_folders
 from datasvc.loaders import OrderConfig, TokenLoader
+from tests.support import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -57,39 +58,18 @@ def repo(tmp_path):
 
 
 def launch(repo, folder, num_ranks, *, killed_batch=0, servers=0):
-    words = [sys.executable, "-m", "datasvc.trainer.launch", "-np", str(num_ranks + servers), "--no-prefix"]
-    words += ["--servers", str(servers)] * (servers > 0) + [sys.executable]
-    words += ["-c", PROGRAM, str(folder), str(killed_batch), "--repo", repo.repository.url, "--name", "packed"]
-    words += [
-        "--data",
-        "documents",
-        "--pack",
-        "best-fit",
-        "--block-tokens",
-        str(BLOCK),
-        "--vocabulary",
-        str(VOCABULARY),
+    # fmt: off
+    words = [
+        sys.executable, "-m", "datasvc.trainer.launch", "-np", str(num_ranks + servers), "--no-prefix",
+        *(("--servers", str(servers)) if servers else ()),
+        warm_python.command(), "-c", PROGRAM, str(folder), str(killed_batch),
+        "--repo", repo.repository.url, "--name", "packed", "--data", "documents", "--pack", "best-fit",
+        "--block-tokens", str(BLOCK), "--vocabulary", str(VOCABULARY), "--batch-size", str(GLOBAL_BATCH // num_ranks),
+        "--checkpoint-every", "2", "--max-steps", "12", "--epochs", "9",
+        "--model-option", "layers=1", "heads=2", "width=16", f"context={BLOCK}", "--ledger", str(folder / "ledger"),
+        *(("--sync", "ssp:1") if servers else ()),
     ]
-    words += [
-        "--batch-size",
-        str(GLOBAL_BATCH // num_ranks),
-        "--checkpoint-every",
-        "2",
-        "--max-steps",
-        "12",
-        "--epochs",
-        "9",
-    ]
-    words += [
-        "--model-option",
-        "layers=1",
-        "heads=2",
-        "width=16",
-        f"context={BLOCK}",
-        "--ledger",
-        str(folder / "ledger"),
-        *(["--sync", "ssp:1"] if servers else []),
-    ]
+    # fmt: on
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
 
 

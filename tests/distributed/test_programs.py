@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -82,7 +81,7 @@ def test_hierarchical_allreduces_equal_flat_ones(launcher, arguments):
 )
 def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks, num_numbers, options):
     program = launcher.program("victim.py")
-    done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", program, str(num_numbers), options=options)
+    done = launcher.run(num_ranks, warm_python.command(), program, str(num_numbers), options=options)
     assert done.returncode == 128 + 9
     assert re.search(rf"rank {num_ranks - 1}( on \S+)? was the first to fail: it was killed by SIGKILL", done.stderr)
     for survivor in range(num_ranks - 1):

@@ -15,6 +15,7 @@ import torch
 import datasvc
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from tests.support import warm_python
 
 pytestmark = pytest.mark.slow  # programs of several ranks, each of which loads torch
 
@@ -87,18 +88,8 @@ def run(repository, name, ranks, mode="plain", event_name="held", **options):
     """Run the recipe; returns what each rank held at the end, or its other events of a name, in rank order."""
     defaults = {"data": "digits", "size": "16", "scale": "0.8 1", "batch_size": "8", "resume": "never"}
     options = {**defaults, **options}
-    words = [
-        sys.executable,
-        "-m",
-        "datasvc.trainer.launch",
-        "-np",
-        str(ranks),
-        "--no-prefix",
-        sys.executable,
-        "-c",
-        PROGRAM,
-    ]
-    words += [mode, "--repo", repository.url, "--name", name]
+    words = [sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix"]
+    words += [warm_python.command(), "-c", PROGRAM, mode, "--repo", repository.url, "--name", name]
     for key, value in options.items():
         words += [f"--{key.replace('_', '-')}", *str(value).split()]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False)

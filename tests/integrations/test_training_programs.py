@@ -6,7 +6,6 @@ Skipped where these packages are not installed.
 import os
 import signal
 import subprocess
-import sys
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import datasvc
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES, EPOCHS, STEPS_OF_EPOCH = 96, 4, 12
@@ -59,7 +59,7 @@ def run(framework, url, name, every, *, line="never", number=0):
     program = str(ROOT / f"examples/{framework}_checkpoints.py")
     words = ["--repo", url, "--data", "digits@1", "--name", name, "--epochs", str(EPOCHS), "--every", str(every)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, "-c", RUNNER, program, line, str(int(number)), *words]
+    command = [warm_python.command(), "-c", RUNNER, program, line, str(int(number)), *words]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode in {0, -number, 128 + number}, done.stderr
     return done.returncode

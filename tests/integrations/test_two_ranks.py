@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import datasvc
 from datasvc.testing import small_dataset
 from tests.integrations.two_ranks import BATCH, STEPS
+from tests.support import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -21,9 +21,9 @@ NUM_SAMPLES, NUM_RANKS = 40, 2
 def launch(framework, repo, name, marker, step):
     """Train on two ranks; return the exit status, which is 0 if both came to the end, and what they printed."""
     program = [ROOT / "tests/integrations/two_ranks.py", framework, repo.repository.url, name, marker, step]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "--no-python"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", *launcher, *map(str, program)]
+    words = [warm_python.command(), "-m", *launcher, warm_python.command(), *map(str, program)]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from datasvc.repository import Repository
+from tests.support import warm_python
 from tests.support.doc_blocks import read_blocks, run_blocks
 from tests.support.pages import ROOT
 
@@ -116,7 +117,8 @@ def test_the_program_for_horovod_runs_on_two_ranks_before_and_after_the_change(n
     program = tmp_path / "train.py"
     program.write_text(programs("migrate-training.md")[number].text)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tools' / 'horovod_compat'}:{ROOT}")
-    command = [sys.executable, "-m", "datasvc.trainer.launch", "-np", "2", "--no-prefix", sys.executable, program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    launcher = [sys.executable, "-m", "datasvc.trainer.launch", "-np", "2", "--no-prefix"]
+    words = [*launcher, warm_python.command(), program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     assert float(re.fullmatch(r"loss (\S+)\n", done.stdout)[1]) < 8

@@ -3,6 +3,7 @@
 They can end in order.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from checking import raises
 
 import datasvc.trainer as hvd
 
+faulthandler.enable()
 NUM_NUMBERS = int(sys.argv[1])
 KILL_AT = 100 if NUM_NUMBERS < 10_000 else 3
 
