@@ -35,6 +35,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 ROOT = Path(__file__).parents[1]
 
+gc.disable()  # until all tests are collected: nearly all that is made until then stays
+
 
 def pytest_configure(config):
     config.pluginmanager.register(selection)
@@ -45,6 +47,7 @@ def pytest_collection_finish():
     # The collector need not look, in each test, at the hundreds of modules that stay.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # A shell starts `make test &` with SIGINT ignored, and the tests of Ctrl-C and their processes would inherit that.
