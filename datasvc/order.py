@@ -124,8 +124,7 @@ class OrderState:
             restored = cls(**cursor, config=OrderConfig(**fields))
             numbers = (restored.epoch, restored.position, restored.config.seed, restored.config.lanes)
             # Compare the type, because a boolean is an instance of int.
-            are_counts = all(type(number) is int and number >= 0 for number in numbers)
-            if not are_counts or not isinstance(restored.version, str):
+            if not isinstance(restored.version, str) or any(type(each) is not int or each < 0 for each in numbers):
                 raise TypeError(f"version must be text, epoch, position, seed and lanes integers >= 0: {cursor}")  # noqa: TRY301
         except (KeyError, TypeError) as error:
             raise ConfigError(f"this is not a loader state: {error}; found the fields {sorted(state)}") from error
@@ -251,7 +250,10 @@ class AccessOrder:
 
     def _locate_chunk(self, positions: Integers) -> tuple[Integers, Integers]:
         """Return shards and rows, as `locate`, of at most `_CHUNK` positions."""
-        lane, index = self._split_positions(positions)
+        if self._lanes == 1:  # all positions are in lane 0: save a division for every position
+            lane, index = np.broadcast_to(np.int64(0), len(positions)), positions
+        else:
+            index, lane = np.divmod(positions, self._lanes)
         # `ordinal` is the index of each sample in the sequence before step 3 of the module's docstring.
         ordinal = self._lane_starts[lane] + self._permute_in_blocks(lane, index, forward=True)
         segment = self._segment_search.find(ordinal)
@@ -299,14 +301,11 @@ class AccessOrder:
     @cached_property
     def windows(self) -> ShardWindows:
         """Positions that may need each shard; prefetch and eviction use them."""
-        # Cut the segments at the boundaries of lanes. A sample may be anywhere in its block, so a segment is needed
-        # from the start of its first block to the end of its last one. Index i of lane k is position i * lanes + k.
-        cuts = _merge(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
-        stops = np.append(cuts[1:], self.num_samples)
-        segment = np.searchsorted(self._segment_starts, cuts, side="right") - 1
-        lane = np.searchsorted(self._lane_starts, cuts, side="right") - 1
+        # A sample may be anywhere in its block, so a part of a segment is needed from the start of its first block to
+        # the end of its last one. Index i of lane k is position i * lanes + k.
+        cuts, lengths, segment, lane = self._cut_at_lanes(self._segment_starts)
         first_block = (cuts - self._lane_starts[lane]) // self._block
-        last_block = (stops - 1 - self._lane_starts[lane]) // self._block
+        last_block = (cuts + lengths - 1 - self._lane_starts[lane]) // self._block
         last_index = np.minimum((last_block + 1) * self._block, self._lane_sizes[lane]) - 1
         first = first_block * self._block * self._lanes + lane
         stop = last_index * self._lanes + lane + 1
@@ -341,15 +340,18 @@ class AccessOrder:
         Returns:
             Shard, first row and number of rows of each part.
         """
-        cuts = _merge(starts, self._lane_starts[:-1][self._lane_sizes > 0])
-        lengths = np.diff(np.append(cuts, self.num_samples))
-        segment = np.searchsorted(starts, cuts, side="right") - 1
-        lane = np.searchsorted(self._lane_starts, cuts, side="right") - 1
+        cuts, lengths, segment, lane = self._cut_at_lanes(starts)
         key = derive_keys(self.config.seed, self.epoch, _SHARDS, 1)[0]
         # Sort by lane, then by a random number of the part.
         by_lane = np.lexsort((uniform(key, np.arange(len(cuts)), 0), lane))
         rows = cuts - starts[segment]
         return shards[segment][by_lane], rows[by_lane], lengths[by_lane]
+
+    def _cut_at_lanes(self, starts: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+        """Cut segments at the boundaries of lanes; return start, length, segment and lane of each part."""
+        cuts = _merge(starts, self._lane_starts[:-1][self._lane_sizes > 0])
+        segment, lane = (np.searchsorted(each, cuts, side="right") - 1 for each in (starts, self._lane_starts))
+        return cuts, np.diff(np.append(cuts, self.num_samples)), segment, lane
 
     @cached_property
     def _segments_by_sample(self) -> tuple[Integers, SpanSearch]:
@@ -357,14 +359,6 @@ class AccessOrder:
         first_sample = self._bases[self._segment_shards] + self._segment_rows
         order = np.argsort(first_sample)
         return order, SpanSearch(first_sample[order], self.num_samples)
-
-    def _split_positions(self, positions: Integers) -> tuple[Integers, Integers]:
-        """Return the lane of each position, and its index in this lane."""
-        if self._lanes == 1:
-            # Without lanes, all positions are in lane 0: save a division for every position.
-            return np.broadcast_to(np.int64(0), len(positions)), positions
-        index, lane = np.divmod(positions, self._lanes)
-        return lane, index
 
     def _permute_in_blocks(self, lane: Integers, index: Integers, *, forward: bool) -> Integers:
         """Permute each index of a lane inside its block; with `forward=False`, invert this."""
@@ -436,11 +430,6 @@ class Step:
     num_samples: int
 
     @property
-    def position(self) -> int:
-        """Position in the epoch before this step."""
-        return self.start
-
-    @property
     def next_position(self) -> int:
         """Position in the epoch after this step."""
         return min(self.stop, self.num_samples)
@@ -453,11 +442,10 @@ def plan_step(position: int, num_samples: int, global_batch: int, tail: Tail) ->
     fewer samples: "drop" it, serve it "short", or "pad" it with masked samples.
     """
     remaining = num_samples - position
-    if remaining >= global_batch:
-        return Step(position, position + global_batch, num_samples)
-    if remaining <= 0 or tail == "drop":
+    if remaining < global_batch and (remaining <= 0 or tail == "drop"):
         return None
-    return Step(position, num_samples if tail == "short" else position + global_batch, num_samples)
+    stop = position + global_batch
+    return Step(position, min(stop, num_samples) if tail == "short" else stop, num_samples)
 
 
 def count_steps(position: int, num_samples: int, global_batch: int, tail: Tail) -> int:
@@ -500,8 +488,6 @@ def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tup
     else:
         first, stop = size * rank // world_size, size * (rank + 1) // world_size
         positions = np.arange(step.start + first, step.start + stop)
-    if step.stop <= step.num_samples:
-        return positions, np.ones(len(positions), np.bool_)
     mask = positions < step.num_samples
     return np.where(mask, positions, positions % max(step.num_samples, 1)), mask
 
