@@ -15,14 +15,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError, UnavailableError
 from datasvc.models.local.local_saves import LocalSaves, SaveTo, check_local, check_target
-from datasvc.models.local.restore_choice import RepositoryHead
+from datasvc.models.local.restore_choice import NodeBranch, RepositoryHead
 from datasvc.models.restoring.restore import Checkpoint, IntoState, restore
 from datasvc.models.saving.flat_state import FlatState, flatten_state
 from datasvc.models.saving.nodes.local_restore import LocalRestore
@@ -124,8 +123,7 @@ class CheckpointManager:
         for setting, value, allowed in settings:
             if value not in allowed:
                 raise ConfigError(f"{setting} is {value!r}; expected one of {', '.join(allowed)}")
-        is_trusted_only = local is not None and bool(load_trusted_keys(trusted_keys))
-        check_local(local, every_local, is_trusted_only=is_trusted_only)
+        check_local(local, every_local, is_trusted_only=local is not None and bool(load_trusted_keys(trusted_keys)))
         self._repository, self._failures = repository, failures
         self._restore = partial(
             restore, repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
@@ -163,9 +161,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             # After an error, ranks may have ended, so what needs all of them is left out.
             self._close(promotes=error is None)
@@ -217,9 +213,8 @@ class CheckpointManager:
         """
         is_local_due = self._local is not None and self._local.is_due(step, since=since)
         self._saves.count_device_copies()
-        if self._due.decide(
-            step, is_saving=self._queue.is_busy, if_idle=is_local_due and self._pushes_when_idle, since=since
-        ):
+        if_idle = is_local_due and self._pushes_when_idle
+        if self._due.decide(step, is_saving=self._queue.is_busy, if_idle=if_idle, since=since):
             return SaveTo.REPOSITORY
         return SaveTo.NODES if is_local_due else SaveTo.NOWHERE
 
@@ -308,8 +303,7 @@ class CheckpointManager:
             to = check_target(to, has_nodes=self._local is not None)
             if to is SaveTo.REPOSITORY:
                 self._queue.check(step)
-            to_raise = self._failures == "raise" and self.stop_signal is None
-            reported, error = self._queue.report_failures(to_raise=to_raise)
+            reported, error = self._queue.report_failures(to_raise=self._failures == "raise" and not self.stop_signal)
             if error is None:
                 if described["data"] is None:
                     described["data"] = self._recorded_data.uses()
@@ -392,40 +386,36 @@ class CheckpointManager:
         if self._local is not None and ref is None:
             found = LocalRestore(self._local).restore_newest(head, error, options)
             if found.checkpoint is not None:
-                self._continue_local(found.checkpoint, head)
+                self._continue_local(self._local.branch, found.checkpoint, head)
                 return found.checkpoint
             lost_steps = found.choice.lost_steps
         if error is not None:
             raise error
-        if version is None:
-            if self._local is not None:
-                self._local.begin_branch(head)  # what is on the nodes is left
-            return default
         checkpoint, failure = None, None
-        try:
-            checkpoint = self._restore(version, **options)
-        except Exception as own_failure:
-            if self._main_channel.size == 1:
-                raise
-            failure = own_failure
-        raise_on_all_ranks(self._main_channel.exchange(describe_error(failure)), failure)
-        assert checkpoint is not None
+        if version is not None:
+            try:
+                checkpoint = self._restore(version, **options)
+            except Exception as own_failure:
+                if self._main_channel.size == 1:
+                    raise
+                failure = own_failure
+            raise_on_all_ranks(self._main_channel.exchange(describe_error(failure)), failure)
         if self._local is not None:
             self._local.begin_branch(head)  # what is on the nodes is left
-        self._writer.set_newest(checkpoint.version, read_step(checkpoint.entry, checkpoint.version))
-        self._recorded_data = RecordedData(read_step(checkpoint.entry, checkpoint.version))
-        if lost_steps:
-            checkpoint = replace(checkpoint, report=replace(checkpoint.report, lost_steps=lost_steps))
-        return checkpoint
+        if checkpoint is None:
+            return default
+        step = read_step(checkpoint.entry, checkpoint.version)
+        self._writer.set_newest(checkpoint.version, step)
+        self._recorded_data = RecordedData(step)
+        return replace(checkpoint, report=replace(checkpoint.report, lost_steps=lost_steps))
 
-    def _continue_local(self, checkpoint: Checkpoint, head: RepositoryHead | None) -> None:
+    def _continue_local(self, branch: NodeBranch | None, checkpoint: Checkpoint, head: RepositoryHead | None) -> None:
         """Make the next version of the repository continue the one that a version on the nodes continues."""
         # The next version has consumed all since then: a version that only the nodes have is no part of the history.
-        assert self._local is not None
-        assert self._local.branch is not None
+        assert branch is not None
         parent = parse_reference(checkpoint.entry["parent"] or self.name, "model")
         name, number, step = parent.name, parent.version, -1
-        if head is not None and head.branch == self._local.branch.id:
+        if head is not None and head.branch == branch.id:
             # The branch has committed this since, while the version was saved to the nodes.
             name, number, step = self.name, head.number, head.step
         self._writer.set_newest(Resolved("models", name, number) if number else None, step)
@@ -478,11 +468,11 @@ class CheckpointManager:
                     promote_newest(local, self._writer, is_allowed=promotes and self._agree_to_promote(local))
         finally:
             # A save that continues needs the channels and the buffers; one to the nodes has those of `_saves`.
-            is_local_busy = local is not None and local.is_busy
-            if local is not None and not is_local_busy:
-                local.close()
-            if not self._queue.is_busy and not is_local_busy:
-                self._release()
+            if local is None or not local.is_busy:
+                if local is not None:
+                    local.close()
+                if not self._queue.is_busy:
+                    self._release()
 
     @property
     def _limit_s(self) -> float | None:
@@ -494,8 +484,7 @@ class CheckpointManager:
         """Return whether all ranks have ended their saves, and have time left; the same on all."""
         if self._preemption is None:
             return True  # the saves had no limit
-        is_ready = not self._queue.is_busy and not local.is_busy and self._limit_s != 0
-        return all(self._main_channel.exchange(is_ready))
+        return all(self._main_channel.exchange(not self._queue.is_busy and not local.is_busy and self._limit_s != 0))
 
     def _release(self) -> None:
         self._is_closed = True
