@@ -90,7 +90,7 @@ def read_frame_index(shard: Shard, row: int) -> FrameIndex:
     pts, keys = (shard.column(name)[row].values for name in (VIDEO_PTS, VIDEO_KEYS))
     fields = [keys.field(name).to_pylist() for name in KeyFrame._fields]
     return FrameIndex(
-        shard.column(VIDEO_FRAMES)[row].as_py(),
+        shard.items(VIDEO_FRAMES, np.array([row]))[0],
         pts.to_numpy().astype(np.int64, copy=False),
         [KeyFrame(*values) for values in zip(*fields, strict=True)],
     )

@@ -1,4 +1,4 @@
-"""Compare two model versions: data, code, configuration, metrics, environment, execution, and every tensor.
+"""Compare two model versions: data, code, configuration, metrics, environment, execution, modules, and every tensor.
 
 Tensors that are equal according to the tensor tables are not read. The others are read chunk by chunk, so memory does
 not grow with the model.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TENSORS_AT_ONCE: Final = 2  # read and measured in parallel
 _BLOCK_ELEMENTS: Final = 1 << 20  # of a chunk, converted to float64 together
-_PARTS: Final = ("data", "code", "config", "metrics", "environment", "execution")
+_PARTS: Final = ("data", "code", "config", "metrics", "environment", "execution", "modules", "ops")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ModelDifference(Shown):
 
     Attributes:
         steps: optimizer steps of `a` and of `b`.
-        values: changes under "data", "code", "config", "metrics", "environment" and "execution".
+        values: changes under "data", "code", "config", "metrics", "environment", "execution", "modules" and "ops".
         tensors: changes of all tensors of the state, those of the optimizer included.
     """
 

@@ -9,6 +9,7 @@ from datasvc.models.registry.diff import compare_values, diff
 from datasvc.models.registry.retention import remove
 from datasvc.models.tensors.tensor_table import join_chunks
 from datasvc.models.tensors.write import TensorBlock, store_chunks
+from datasvc.models.versions.architecture import Architecture
 from datasvc.models.versions.commit import StoredState, VersionMetadata, commit
 from tests.progress import RecordedProgress
 
@@ -26,10 +27,12 @@ def test_every_part_of_an_entry_is_compared(repository):
     first = save_state(
         repository, {}, step=1, config={"lr": 0.1, "net": {"depth": 3}}, metrics={"acc": 0.5},
         data=[DataUse("pets@1", "train", {"epoch": 1})],
+        architecture=Architecture({"Conv2d": 2}, {"conv2d": 2}),
     )  # fmt: skip
     second = save_state(
         repository, {}, step=9, config={"lr": 0.2, "net": {"width": 8}}, metrics={"acc": 0.75, "loss": 1.0},
         data=[DataUse("pets@1", "train", {"epoch": 2})], code=CodeRevision("def", dirty=True),
+        architecture=Architecture({"Conv2d": 3, "Linear": 1}),
     )  # fmt: skip
     found = diff(repository, first, second)
     assert (found.steps, found.values["data"].changed) == ((1, 9), {"pets@1/train.epoch": (1, 2)})
@@ -38,6 +41,8 @@ def test_every_part_of_an_entry_is_compared(repository):
     assert (metrics.added, metrics.changed) == ({"loss": 1.0}, {"acc": (0.5, 0.75)})
     assert (code.changed["revision"], code.changed["dirty"]) == (("abc", "def"), (False, True))
     assert not found.values["environment"]
+    modules, ops = (found.values[part] for part in ("modules", "ops"))
+    assert (modules.added, modules.changed, ops.removed) == ({"Linear": 1}, {"Conv2d": (2, 3)}, {"conv2d": 2})
 
 
 def test_values_of_different_kinds_differ_even_where_python_calls_them_equal():
