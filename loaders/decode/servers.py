@@ -36,8 +36,9 @@ from datasvc.threads import count_processors
 _LOG = logging.getLogger(__name__)
 _ANSWER_S: Final = 10.0  # for an answer, and for each pause in it
 _HEAD_BYTES: Final = 64 << 10  # more than the head of a request has
-# After a failure, a thread decodes so many tasks itself before the server is tried again; each time twice as many.
+# After a failure, the threads of a server decode so many tasks here, then one tries it again; each time twice as many.
 _MIN_PAUSE: Final = 8
+_MAX_THREADS: Final = 256  # of a server that a loader uses
 _MAX_PAUSE: Final = 4096
 _Decoded = tuple[Pixels, dict[int, str]]
 
@@ -106,7 +107,9 @@ class ServerOfLoader:
         self._checking = threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
         self._is_checked = self._is_closed = False
-        self._skip, self._pause = 0, _MIN_PAUSE  # tasks until the next attempt, and after the next failure
+        # Whether the server has failed; whether a thread tries it again; tasks until one may, now and after a failure.
+        self._is_failing = self._is_trying = False
+        self._skip, self._pause = 0, _MIN_PAUSE
         self.num_images, self.num_threads = 0, count_processors()
         try:
             self.disconnect(self.connect())
@@ -118,9 +121,14 @@ class ServerOfLoader:
     def is_due(self) -> bool:
         """Return whether a thread may send to the server now; count the task if it must not."""
         with self._lock:
-            if self._skip > 0:
-                self._skip -= 1
-            return self._skip == 0 and not self._is_closed
+            if self._is_closed:
+                return False
+            if self._is_failing:
+                self._skip = max(0, self._skip - 1)
+                if self._skip or self._is_trying:
+                    return False
+                self._is_trying = True
+            return True
 
     def connect(self) -> http.client.HTTPConnection:
         """Return a new connection. After a failure the server is checked first: it may have other software now.
@@ -130,7 +138,6 @@ class ServerOfLoader:
             OSError, http.client.HTTPException, ValueError: the node does not answer.
         """
         connection = connect(self._url, self._settings, self._tls)
-        connection.sock.settimeout(_ANSWER_S)
         with self._lock:
             self._open.add(connection)
         try:
@@ -138,6 +145,7 @@ class ServerOfLoader:
                 if not self._is_checked:
                     self._check(connection)
                     self._is_checked = True
+            connection.sock.settimeout(_ANSWER_S)
         except BaseException:
             self.disconnect(connection)
             raise
@@ -158,7 +166,9 @@ class ServerOfLoader:
     def record_success(self, num_images: int) -> None:
         """Count images that the server has decoded."""
         with self._lock:
-            was_failing, self._pause = self._pause > _MIN_PAUSE, _MIN_PAUSE
+            was_failing = self._is_failing
+            self._is_failing = self._is_trying = False
+            self._pause = _MIN_PAUSE
             self.num_images += num_images
         if was_failing:
             _LOG.warning("decode server %s is used again", self._url)
@@ -166,11 +176,11 @@ class ServerOfLoader:
     def record_failure(self, reason: str) -> None:
         """Pause the use of the server; the first time, warn."""
         with self._lock:
-            if self._is_closed:
-                return
-            was_failing = self._pause > _MIN_PAUSE
+            was_failing = self._is_failing
+            if self._is_closed or (was_failing and not self._is_trying):
+                return  # other threads had sent something too before the first of them failed
             self._skip, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
-            self._is_checked = False
+            self._is_failing, self._is_trying, self._is_checked = True, False, False
         if not was_failing:
             _LOG.warning(
                 "decode server %s is not used: %s; its part is decoded here, and it is tried again", self._url, reason
@@ -189,8 +199,12 @@ class ServerOfLoader:
 
     def _check(self, connection: http.client.HTTPConnection) -> None:
         """Check that the node decodes images, to the bytes that this machine gets from them."""
-        facts = json.loads(self._request(connection, "GET", []))
-        self.num_threads = int(facts["num_threads"])
+        try:
+            self.num_threads = min(
+                max(1, int(json.loads(self._request(connection, "GET", []))["num_threads"])), _MAX_THREADS
+            )
+        except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
+            raise ConfigError(f"decode server {self._url} is not a node of datasvc: {error!r}") from error
         probe = _make_probe()
         worker = ImageWorker(
             PixelFormat("uint8"), self._decoder.size, backend=self._decoder.backend, framework=self._decoder.framework

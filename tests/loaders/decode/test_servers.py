@@ -149,8 +149,17 @@ def test_a_server_that_is_not_there_at_the_start_is_tried_again_after_more_and_m
             while not server.is_due():
                 skipped += 1
             pauses.append(skipped)
-            assert connection.decode(IMAGES) is None
+            server.record_failure("it was asked to pause")
+            server.record_failure("another thread had sent something before")
         assert pauses == [8, 16, 32]
+        assert connection.decode(IMAGES) is None
+        while server._skip > 1:
+            assert not server.is_due()
+        assert server.is_due()
+        assert not server.is_due()  # one thread tries, the others do not wait for it
+        server.record_success(1)
+        assert server.is_due()
+        assert server.is_due()
 
 
 def test_a_connection_that_the_server_has_closed_is_opened_again(start, caplog):
@@ -193,6 +202,9 @@ def test_nodes_that_must_not_be_used_are_refused_with_what_to_do(start, monkeypa
     with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
         DecodeConfig(servers=("node7",))
     answer = serving.DecodeServer.answer
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="not a node of datasvc"):
+        patch.setattr(serving.DecodeServer, "describe", lambda _: {"threads": 1})
+        DecodeServers([start(token=TOKEN).url], DECODER)
     monkeypatch.setattr(serving.DecodeServer, "answer", lambda *given: answer(*given)[:-1] + b"\0")
     with pytest.raises(ConfigError, match="other pixels than this machine: install the same versions"):
         DecodeServers([start(token=TOKEN).url], DECODER)
