@@ -36,7 +36,7 @@ from datasvc.threads import count_processors
 _LOG = logging.getLogger(__name__)
 _ANSWER_S: Final = 10.0  # for an answer, and for each pause in it
 _HEAD_BYTES: Final = 64 << 10  # more than the head of a request has
-# After a failure, the threads of a server decode so many tasks here, then one tries it again; each time twice as many.
+# After a failure, a server gets no tasks until its threads have done so many here; each time twice as many.
 _MIN_PAUSE: Final = 8
 _MAX_THREADS: Final = 256  # of a server that a loader uses
 _MAX_PAUSE: Final = 4096
@@ -107,7 +107,7 @@ class ServerOfLoader:
         self._checking = threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
         self._is_checked = self._is_closed = False
-        # Whether the server has failed; whether a thread tries it again; tasks until one may, now and after a failure.
+        # Whether it has failed, whether a thread tries it again, and tasks until one may: now, and after a failure.
         self._is_failing = self._is_trying = False
         self._skip, self._pause = 0, _MIN_PAUSE
         self.num_images, self.num_threads = 0, count_processors()
