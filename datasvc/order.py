@@ -78,10 +78,6 @@ class OrderConfig:
             )
 
 
-def _describe_table(digest: str) -> str:
-    return f"the samples of shard table {digest[:12]}..."
-
-
 @dataclass(frozen=True)
 class OrderState:
     """State of a loader: all positions of the epoch before `position` are served.
@@ -136,7 +132,7 @@ class OrderState:
         config: OrderConfig,
         num_samples: int,
         *,
-        name_table: Callable[[str], str] = _describe_table,
+        name_table: Callable[[str], str] = "the samples of shard table {:.12}...".format,
     ) -> None:
         """Raise StateMismatchError if the state is of another version or order, or its position is out of range.
 
@@ -428,6 +424,11 @@ class Step:
     start: int
     stop: int
     num_samples: int
+
+    @property
+    def position(self) -> int:
+        """Position in the epoch before this step."""
+        return self.start
 
     @property
     def next_position(self) -> int:

@@ -112,7 +112,7 @@ class SampleBatch(NamedTuple):
     @property
     def before(self) -> Cursor:
         """Cursor of the run before this batch is served."""
-        return Cursor(self.epoch, self.step.start)
+        return Cursor(self.epoch, self.step.position)
 
     @property
     def after(self) -> Cursor:
