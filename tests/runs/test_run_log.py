@@ -157,7 +157,7 @@ def _write_as_fast_as_possible(url, pipe):
 
 
 @pytest.mark.parametrize("num_parts", [1, 8, 9, 10, 25, 73])
-def test_a_killed_writer_leaves_a_log_with_everything_that_it_had_flushed(repository, num_parts):
+def test_a_killed_writer_leaves_a_log_with_everything_that_it_had_flushed(repository, warm_workers, num_parts):
     receiver, sender = multiprocessing.Pipe(duplex=False)
     writer = multiprocessing.get_context("spawn").Process(
         target=_write_as_fast_as_possible, args=(repository.url, sender)

@@ -1,5 +1,6 @@
 """The fenced blocks of a page, and a shell that runs them one after the other, as a reader would."""
 
+import functools
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.support import warm_python
 from tests.support.pages import ROOT, find_page
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -59,7 +61,7 @@ def run_blocks(blocks, folder, **environment):
     script.append("echo all of them ran")
     if not (folder / "tools").exists():
         (folder / "tools").symlink_to(ROOT / "tools")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.pathsep.join((str(_warm_programs()), str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=folder,
@@ -71,3 +73,16 @@ def run_blocks(blocks, folder, **environment):
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert done.stdout.endswith("all of them ran\n")
     return done.stdout
+
+
+@functools.cache
+def _warm_programs() -> Path:
+    """Return a folder with `python` and `datasvc`, started as `warm_python` does."""
+    python = Path(warm_python.command())
+    folder = python.parent / "bin"
+    folder.mkdir()
+    (folder / "python").symlink_to(python)
+    program = "import sys; sys.argv[0] = 'datasvc'; from datasvc.cli.main import main; main()"
+    (folder / "datasvc").write_text(f'#!/bin/sh\nexec {python} -c "{program}" "$@"\n')
+    (folder / "datasvc").chmod(0o755)
+    return folder

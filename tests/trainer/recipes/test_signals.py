@@ -47,6 +47,7 @@ def run(repo, name, **settings):
 
 
 TOKENS = {"data": "tokens", "vocabulary": VOCABULARY, "batch_size": 8, "epochs": 2}
+TOKENS |= {"model_option": ("layers=1", "heads=2", "width=32", f"context={BLOCK}")}
 TOKENS |= {"size": 224, "scale": (0.08, 1.0), "flip": 0.5}  # the defaults: options of images do not fit tokens
 
 
