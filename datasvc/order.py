@@ -35,6 +35,8 @@ Shuffle = Literal["global", "windowed"] | None
 Tail = Literal["drop", "short", "pad"]
 
 STATE_FORMAT: Final = 1
+LOADER_SETTINGS: Final = frozenset({"decode", "decode_scale", "evaluation", "masked"})
+"""Fields of a loader's state that are not part of the order; a state need not have them."""
 _SHARDS, _SAMPLES, _STICKY = 1, 2, 3  # values of `purpose` for `derive_keys`
 _CHUNK: Final = 8192  # number of positions per chunk: their temporary arrays fit into the processor's cache
 
@@ -108,7 +110,7 @@ class OrderState:
             ConfigError: the state has another format, or a field is missing, invalid or unknown.
         """
         fields = dict(state)
-        for name in ("decode", "evaluation", "masked"):  # settings of a loader, which are not part of the order
+        for name in LOADER_SETTINGS:
             fields.pop(name, None)
         stored_format = fields.pop("format", None)
         if stored_format != STATE_FORMAT:

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
-from datasvc.ledger.masked import MASKED
 from datasvc.mix_schedule import stem_of
+from datasvc.order import LOADER_SETTINGS
 from datasvc.repository import Repository
 from datasvc.repository.logs.references import check_name
 from datasvc.threads import map_in_threads
@@ -39,7 +39,7 @@ _METADATA: Final = b"datasvc.signal"
 _SCHEMA: Final = pa.schema([("epoch", pa.int32()), ("position", pa.int64()), ("value", pa.float16())])
 _PARSE_ERRORS: Final = (pa.ArrowException, KeyError, TypeError, ValueError, RecursionError)
 _READS_AT_ONCE: Final = 8
-_NO_ORDER: Final = ("epoch", "position", "decode", "evaluation", MASKED)  # of the fields of a loader's state
+_NO_ORDER: Final = ("epoch", "position", *LOADER_SETTINGS)  # of the fields of a loader's state
 
 
 class RecordedBatch(Protocol):

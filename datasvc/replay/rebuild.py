@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
-from datasvc.ledger.masked import MASKED
 from datasvc.loaders import (
     AudioAugment,
     AudioLoader,
@@ -30,9 +29,11 @@ from datasvc.loaders.augment.objects import parse_objects
 from datasvc.loaders.core.batches import BatchPositions, Cursor, SampleBatches
 from datasvc.loaders.core.mixture import MixtureStage, splits_of
 from datasvc.loaders.core.sample_keys import SampleKeys
+from datasvc.loaders.core.state import DECODE_SCALE
 from datasvc.loaders.decode.choice.choose import find_missing
 from datasvc.models.provenance.consumed_ranges import parse_use
 from datasvc.models.versions.data_use import DataUse
+from datasvc.order import LOADER_SETTINGS
 from datasvc.replay.recorded_steps import RecordedStep, read_recorded_table
 from datasvc.repository import Repository
 from datasvc.shards import Split
@@ -135,7 +136,9 @@ def open_loader(
         loader = _open_images(samples, common, settings, transform=transform)
     else:
         raise ConfigError(f"{step.version} was trained with a loader of {kind!r}; upgrade datasvc to replay it")
-    state = {name: value for name, value in use.state.items() if name not in {MASKED, "evaluation", "decode"}}
+    # The decode scale is in the state alone. Without it, as of earlier releases, the loader decodes at full size.
+    left_out = LOADER_SETTINGS - {DECODE_SCALE}
+    state = {name: value for name, value in use.state.items() if name not in left_out}
     loader.load_state_dict({**state, "epoch": step.epoch, "position": start})
     return loader
 

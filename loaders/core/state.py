@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from datasvc.errors import ConfigError, StateMismatchError
-from datasvc.ledger.masked import MASKED
 from datasvc.loaders.core.mixture import Mixture, name_of
 from datasvc.loaders.core.split_reader import Cursor
 from datasvc.mix_schedule import past_of
-from datasvc.order import OrderConfig, OrderState
+from datasvc.order import LOADER_SETTINGS, OrderConfig, OrderState
 from datasvc.shards import Split
 from datasvc.shards.versions.version_entry import name_table
 
@@ -28,6 +27,8 @@ DECODE: Final = "decode"
 """Field of the decoding backend in the state of an image loader; older states do not have it."""
 EVALUATION: Final = "evaluation"
 """Field of `AugmentConfig.evaluation` in the state of an image loader that evaluates; older states do not have it."""
+DECODE_SCALE: Final = "decode_scale"
+"""Field of `DecodeConfig.decode_scale` in the state of an image loader that reduces it; without it, "full"."""
 # The batches and the cursor depend on these attributes, so they are set once.
 _FIXED: Final = frozenset({"split", "batch_size", "training", "tail", "ranks"})
 _FORMAT_FIELD: Final = "mixture_format"
@@ -54,7 +55,7 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
             weights after the position of the state, and splits that are served only there, may differ.
     """
     # A state with other settings of images or other masks is accepted: the loader uses them, or logs a warning.
-    state = {name: value for name, value in state.items() if name not in {DECODE, EVALUATION, MASKED}}
+    state = {name: value for name, value in state.items() if name not in LOADER_SETTINGS}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)
     if _FORMAT_FIELD in state:

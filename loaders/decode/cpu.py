@@ -265,7 +265,11 @@ class CpuBackend:
         """
         if not hasattr(self._thread_local, "worker"):
             self._thread_local.worker = ImageWorker(
-                self._config.pixels, self._config.size, backend=self._backend, framework=self._framework
+                self._config.pixels,
+                self._config.size,
+                backend=self._backend,
+                framework=self._framework,
+                decode_scale=self._config.decode_scale,
             )
             self._thread_local.connection = self._connections.pop()
         worker: ImageWorker = self._thread_local.worker
@@ -281,7 +285,7 @@ def _connect_servers(config: BackendConfig, backend: Backend, framework: Framewo
     from datasvc.loaders.decode.servers import DecodeServers
     from datasvc.loaders.decode.serving import Decoder
 
-    return DecodeServers(config.servers, Decoder(config.size, backend, framework))
+    return DecodeServers(config.servers, Decoder(config.size, backend, framework, config.decode_scale))
 
 
 def _regions(windows: Windows, count: int) -> list[list[float] | None]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.extras import how_to_install
+from datasvc.loaders.decode.jpeg_frame import JpegFrame
 
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
@@ -38,6 +39,8 @@ _DTYPES: Final[dict[str, Any]] = {
 
 # First bytes of JPEG 2000 files. A damaged file of this format crashes nvImageCodec and the process, but not Pillow.
 _JPEG_2000 = (b"\0\0\0\x0cjP", b"\xff\x4f\xff")
+_EXIF: Final = b"Exif\0\0"
+_EXIF_REACH: Final = 64  # cameras begin their EXIF block within so many bytes; a later one only costs time
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,7 @@ class CropDecoder:
             backends=[codec.Backend(codec.CPU_ONLY)],
         )
         self._params = codec.DecodeParams(apply_exif_orientation=True, color_spec=codec.SRGB)
+        self._stored_params = codec.DecodeParams(apply_exif_orientation=False, color_spec=codec.SRGB)
         self._image: Any = None  # last decoded image; the next one reuses its memory
 
     def decode(self, blob: Bytes, start: Sequence[int], shape: Sequence[int]) -> Pixels | None:
@@ -251,12 +255,24 @@ class CropDecoder:
         """
         if is_jpeg_2000(blob):
             return None
+        window = [start[1], start[0], start[1] + shape[1], start[0] + shape[0]]
+        # nvImageCodec would decode all of a photo with an orientation and turn it: up to fifteen times as long.
+        frame = JpegFrame.of(blob.data) if _EXIF in blob[:_EXIF_REACH].tobytes() else None
+        if frame is not None and frame.orientation != 1:
+            pixels = self._decode_window(blob, frame.stored(window), self._stored_params)
+            pixels = None if pixels is None else frame.turn_upright(pixels)
+        else:
+            pixels = self._decode_window(blob, window, self._params)
+        # Return None for pixels of another shape or type too: the caller then tries Pillow.
+        return pixels if pixels is not None and pixels.shape[:2] == tuple(shape) else None
+
+    def _decode_window(self, blob: Bytes, window: Sequence[float], params: Any) -> Pixels | None:
+        left, top, right, bottom = map(int, window)
         codec = self._codec
         try:
-            # Top, left, bottom, right. If the data set has a wrong width or height of 0, this raises an error too.
-            region = codec.Region(start[0], start[1], start[0] + shape[0], start[1] + shape[1])
-            stream = codec.CodeStream(blob).get_sub_code_stream(region=region)
-            image = self._decoder.decode(stream, image=self._image, params=self._params)
+            # If the data set has a wrong width or height of 0, this raises an error too.
+            stream = codec.CodeStream(blob).get_sub_code_stream(region=codec.Region(top, left, bottom, right))
+            image = self._decoder.decode(stream, image=self._image, params=params)
         except (RuntimeError, ValueError):
             image = None
         if image is None:
@@ -264,5 +280,4 @@ class CropDecoder:
             return None
         self._image = image
         pixels: Pixels = np.asarray(image)
-        # Return None for pixels of another shape or type too: the caller then tries Pillow.
-        return pixels if pixels.shape == (*shape, 3) and pixels.dtype == np.uint8 else None
+        return pixels if pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.dtype == np.uint8 else None

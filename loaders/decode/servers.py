@@ -21,7 +21,8 @@ from PIL import Image
 
 from datasvc.cache.peers.peer_source import PeerSettings, connect, tls_context
 from datasvc.errors import ConfigError
-from datasvc.loaders.decode.pixels import PixelFormat, Pixels
+from datasvc.loaders.decode.pixels import Pixels
+from datasvc.loaders.decode.reduced import smallest_reduced
 from datasvc.loaders.decode.serving import (
     MAX_IMAGES,
     MAX_REQUEST_BYTES,
@@ -30,7 +31,6 @@ from datasvc.loaders.decode.serving import (
     pack_request,
     parse_answer,
 )
-from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.threads import count_processors
 
 _LOG = logging.getLogger(__name__)
@@ -205,10 +205,8 @@ class ServerOfLoader:
             )
         except (KeyError, TypeError, RecursionError, json.JSONDecodeError) as error:
             raise ConfigError(f"decode server {self._url} is not a node of datasvc: {error!r}") from error
-        probe = _make_probe()
-        worker = ImageWorker(
-            PixelFormat("uint8"), self._decoder.size, backend=self._decoder.backend, framework=self._decoder.framework
-        )
+        probe = _make_probe(self._decoder)
+        worker = self._decoder.make_worker()
         expected = [worker.scale(image.blob, image.start, image.shape, box=image.box).copy() for image in probe]
         found, bad = self.decode(connection, probe)
         if bad or not np.array_equal(found, expected):
@@ -272,7 +270,7 @@ class DecodeServers:
             server.close()
 
 
-def _make_probe() -> list[EncodedImage]:
+def _make_probe(decoder: Decoder) -> list[EncodedImage]:
     """Return images with windows whose pixels show whether two decoders and their filters are the same."""
     pixels = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8).repeat(8, 0).repeat(8, 1)
     images = []
@@ -284,6 +282,10 @@ def _make_probe() -> list[EncodedImage]:
             EncodedImage(blob, [13, 21], [150, 201]),
             EncodedImage(blob, [0, 0], [192, 256], [3.5, 2.25, 180.0, 170.5]),
         ]
+    if decoder.decode_scale == "auto":
+        file, side = io.BytesIO(), smallest_reduced(decoder.size)
+        Image.fromarray(pixels).resize((side, side)).save(file, "JPEG", quality=80)
+        images.append(EncodedImage(np.frombuffer(file.getvalue(), np.uint8), [0, 0], [side, side]))
     return images
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders.decode.backend import Backend, Framework
 from datasvc.loaders.decode.pixels import PixelFormat, Pixels
+from datasvc.loaders.decode.reduced import DecodeScale, parse_decode_scale
 from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.shards.format.mapped_file import Bytes
 
@@ -28,7 +29,6 @@ _MAX_SIZE: Final = 4096
 _MAX_ANSWER_BYTES: Final = 256 << 20
 _LENGTH: Final = struct.Struct("<I")
 _MAX_NUMBER: Final = 1 << 31
-_SCALED: Final = PixelFormat("uint8")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ class Decoder:
     size: int
     backend: Backend
     framework: Framework
+    decode_scale: DecodeScale = "full"
+
+    def make_worker(self) -> ImageWorker:
+        """Return a worker for one thread, which only scales images."""
+        return ImageWorker(
+            PixelFormat("uint8"),
+            self.size,
+            backend=self.backend,
+            framework=self.framework,
+            decode_scale=self.decode_scale,
+        )
 
 
 def pack_request(decoder: Decoder, images: Sequence[EncodedImage]) -> list[memoryview | bytes]:
@@ -81,6 +92,7 @@ def _read_request(body: bytes) -> tuple[Decoder, list[EncodedImage]]:
     _check_numbers([decoder.size], int, 1, lowest=1)
     if decoder.backend not in ("cpu", "pillow") or decoder.framework not in get_args(Framework):
         raise ValueError("its decoder is unknown")
+    parse_decode_scale(decoder.decode_scale)
     content, images = np.frombuffer(body, np.uint8), []
     for size_bytes, start, shape, box, region in rows:
         _check_numbers([size_bytes], int, 1, lowest=0)
@@ -171,9 +183,7 @@ class DecodeServer:
     def _worker(self, decoder: Decoder) -> ImageWorker:
         """Return the calling thread's worker. It keeps one, because workers of large images have large buffers."""
         if getattr(self._thread_local, "decoder", None) != decoder:
-            self._thread_local.worker = ImageWorker(
-                _SCALED, decoder.size, backend=decoder.backend, framework=decoder.framework
-            )
+            self._thread_local.worker = decoder.make_worker()
             self._thread_local.decoder = decoder
         worker: ImageWorker = self._thread_local.worker
         return worker

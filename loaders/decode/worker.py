@@ -16,6 +16,7 @@ from datasvc.errors import BadSampleError
 from datasvc.loaders.augment.augment import place_region
 from datasvc.loaders.decode.backend import Backend, Framework
 from datasvc.loaders.decode.pixels import CropDecoder, PixelFormat, Pixels, PixelWriter, copy_pixels
+from datasvc.loaders.decode.reduced import DecodeScale, decode_reduced, may_reduce
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
 from datasvc.shards.images.header import open_image, read_header, to_rgb
 
@@ -31,10 +32,20 @@ class ImageWorker:
         size: side of a decoded image in pixels.
         backend: "cpu": decode only the window with nvImageCodec, or with Pillow if that fails; "pillow": Pillow only.
         framework: selects the resizer, see `make_resizer`.
+        decode_scale: "auto": decode large JPEGs at a reduced scale where that is faster, see `decode_reduced`.
     """
 
-    def __init__(self, pixels: PixelFormat, size: int, *, backend: Backend, framework: Framework) -> None:
+    def __init__(
+        self,
+        pixels: PixelFormat,
+        size: int,
+        *,
+        backend: Backend,
+        framework: Framework,
+        decode_scale: DecodeScale = "full",
+    ) -> None:
         self._size = size
+        self._may_reduce = decode_scale == "auto"
         self._crops = CropDecoder() if backend == "cpu" else None
         self._resize = make_resizer(framework, size)
         self._writer = PixelWriter(pixels, size)
@@ -98,6 +109,11 @@ class ImageWorker:
             start, shape, box = place_region(
                 region, header.width, header.height, size=self._size, has_margin=box is not None
             )
+        if self._may_reduce and may_reduce(shape[1], shape[0], self._size):
+            has_windows = self._crops is not None
+            reduced = decode_reduced(blob, start, shape, self._size, box=box, decodes_windows=has_windows)
+            if reduced is not None:
+                return reduced
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:
             return self._resize(crop) if box is None else scale_box(Image.fromarray(crop), box, self._size)

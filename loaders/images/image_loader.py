@@ -22,7 +22,7 @@ from datasvc.loaders.core.batches import BatchDecoder, SampleBatches
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture, check_samples, divide_columns, holds_labels, largest
 from datasvc.loaders.core.pinned import warn_without_gpu
-from datasvc.loaders.core.state import DECODE, EVALUATION, changed_fields
+from datasvc.loaders.core.state import DECODE, DECODE_SCALE, EVALUATION, changed_fields
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
 from datasvc.loaders.decode.choice.choice import DecodeChoice, count_rank_processors, parse_backend
 from datasvc.loaders.decode.choice.choose import find_missing, make_backend, plan_candidates
@@ -30,6 +30,7 @@ from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.masks import MaskDecoder
 from datasvc.loaders.decode.pixels import Output, PixelFormat
+from datasvc.loaders.decode.reduced import DecodeScale, may_reduce, parse_decode_scale
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
 from datasvc.loaders.images.annotations import AnnotationColumns
 from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
@@ -152,6 +153,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         )
         self._plan = ImagePlan(training, size, self.order.seed, augment)
         self._config = self._configure_backend(pixels, decode, _device_id(str(device)))
+        self._requested_scale = decode.decode_scale
         self._choice = self._plan_choice(decode.backend)
         self._on_bad = decode.on_bad
         # The kind of batches that the decoder makes now: their framework, and whether they are in page-locked memory.
@@ -168,6 +170,10 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         self.sharing = self._join_group()
 
     def _configure_backend(self, pixels: PixelFormat, decode: DecodeConfig, device_id: int | None) -> BackendConfig:
+        width, height = largest(self.split, "max_width"), largest(self.split, "max_height")
+        # The widths and heights of other columns than "image" are not known. Pixels of `has_boxes` are torchvision's.
+        is_large = self._annotations.images != (IMAGE,) or may_reduce(width, height, self._plan.size)
+        self._can_reduce = is_large and not self._plan.has_boxes
         return BackendConfig(
             batch_size=self.batch_size * len(self._annotations.images),
             size=self._plan.size,
@@ -175,11 +181,12 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             num_threads=decode.num_threads or count_rank_processors(),
             prefetch=max(1, decode.prefetch),  # without prefetch, one batch is in progress during the call
             device_id=device_id,
-            max_width=largest(self.split, "max_width"),
-            max_height=largest(self.split, "max_height"),
+            max_width=width,
+            max_height=height,
             changes_colours=self._plan.changes_colours,
             has_boxes=self._plan.has_boxes,
             servers=decode.servers,
+            decode_scale=decode.decode_scale if self._can_reduce else "full",
         )
 
     def _plan_choice(self, backend: Decode) -> DecodeChoice:
@@ -298,7 +305,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         )
         if self.sharing is None:
             return decoder
-        return self.sharing.make_decoder(decoder, batches=self._framework, backend=self.decode)
+        scale = self._config.decode_scale
+        return self.sharing.make_decoder(decoder, batches=self._framework, backend=self.decode, decode_scale=scale)
 
     @property
     def decode(self) -> Backend:
@@ -336,21 +344,25 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return given
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `Loader`, with two settings that pixels depend on: the backend and the evaluation."""
-        settings = {DECODE: self._choice.state, EVALUATION: self._plan.evaluation}
+        """Return the state of `Loader`, with settings that pixels depend on: backend, decode scale and evaluation."""
+        settings: dict[str, Any] = {DECODE: self._choice.state, EVALUATION: self._plan.evaluation}
+        if self._config.decode_scale != "full":  # states of earlier releases have no "full"
+            settings[DECODE_SCALE] = self._config.decode_scale
         return super().state_dict() | {name: value for name, value in settings.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as in `Loader`, with the backend of the state if `decode` allows it; else log a warning.
+        """Continue as in `Loader`, with the backend and the decode scale of the state if `decode` allows them.
 
-        It also logs a warning if the state is of another kind of evaluation.
+        Otherwise it logs a warning; also if the state is of another kind of evaluation.
         """
         # Parsed before anything changes: after an error for an unknown backend, the loader must be as before.
         decode = parse_backend(state[DECODE]) if DECODE in state else None
         # States of older releases lack the field; their loaders had the evaluation "window".
         evaluation = parse_evaluation(state.get(EVALUATION, "window"))
+        scale = parse_decode_scale(state.get(DECODE_SCALE, "full"))
         super().load_state_dict(state)
         self._choice.restore(decode)
+        self._restore_scale(scale)
         if self._plan.evaluation not in {None, evaluation}:
             _LOG.warning(
                 "the state was saved by a loader with evaluation=%r; this one has evaluation=%r, so pixels and "
@@ -359,6 +371,20 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                 self._plan.evaluation,
                 evaluation,
             )
+
+    def _restore_scale(self, scale: DecodeScale) -> None:
+        if not self._can_reduce:
+            return
+        if scale == "full" or self._requested_scale == "auto":
+            self._config = dataclasses.replace(self._config, decode_scale=scale)
+            return
+        _LOG.warning(
+            "the state was saved by a loader with decode_scale=%r, and this one decodes at full size, so pixels of "
+            "large photos differ by half a level of 255 or less: to continue with equal ones, give "
+            "DecodeConfig(decode_scale=%r)",
+            scale,
+            scale,
+        )
 
     def _change_order(
         self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches

@@ -29,12 +29,14 @@ from datasvc.models.versions.data_use import DataUse, ReadSpan
 from datasvc.replay.batch_at import batch_at
 from datasvc.repository import Repository
 from datasvc.runs import RunLog
+from datasvc.shards import ingest, open_dataset
 from datasvc.views.replayed import previews, replay_facts, write_replay
 from tests.cli.command import run
 from tests.loaders.core.test_masks import blocks  # noqa: F401 - a fixture
 from tests.loaders.images.test_geometry import sample, write
 from tests.loaders.video.test_video_loader import split_of
 from tests.models.trainings import commit
+from tests.samples import jpeg
 from tests.support.sounds import encode, ingest_files, noise
 from tests.support.videos import video
 
@@ -101,6 +103,18 @@ def test_images_of_every_rank_are_replayed_bit_by_bit_with_their_masks(digits, w
     assert torch.equal(whole.batch.images, torch.cat([batch.images for batch in seen[2]]))
     counts = torch.cat([batch.mask for batch in seen[2]])
     assert whole.masked == [key for key, count in zip(whole.keys, counts.tolist(), strict=True) if not count] != []
+
+
+@pytest.mark.parametrize("scale", ["auto", "full"])
+def test_large_photos_are_replayed_at_their_scale(repository, scale):
+    ingest(repository, [{"key": str(n), "image": jpeg(300, 200, seed=n)} for n in range(8)], "large")
+    split, decode = open_dataset(repository, "large")["train"], DecodeConfig(num_threads=1, decode_scale=scale)
+
+    def make(ranks, masked):
+        return ImageLoader(split, batch_size=4, training=True, size=16, seed=3, ranks=ranks, decode=decode)
+
+    seen = train(repository, "m", make, steps=1, world_size=1)
+    assert torch.equal(batch_at(repository, "m@1", 1).batch.images, seen[1][0].images)
 
 
 def test_tokens_are_replayed(blocks):  # noqa: F811

@@ -59,6 +59,11 @@ def test_make_bench_runs_every_benchmark_or_names_it_as_left_out():
     assert sorted([*run_by_make, *left_out]) == sorted(MODULES)
 
 
+@pytest.mark.long
+def test_large_photos_are_measured():
+    check(run_json("large_photos", "--repeats", 1, "--images", 1, "--size", 64), repeats=1)
+
+
 def test_the_access_order_is_measured():
     check(run_json("order", "--repeats", 2, "--samples", 20_000, "--shards", 31), repeats=2)
 

@@ -23,6 +23,7 @@ MODULES: Final = {
     "loader": "loader",
     "evaluation": "loader",
     "decode_servers": "decode_servers",
+    "large_photos": "large_photos",
     "tokens": "tokens",
     "audio": "audio",
     "video": "video",

@@ -5,6 +5,7 @@ If there are several, `DecodeChoice` chooses one of them.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -92,6 +93,8 @@ def make_backend(
         DeviceError: the GPU cannot be used.
     """
     if backend in ON_GPU:
+        # The CPU decodes what DALI does not, at the scale of DALI.
+        config = dataclasses.replace(config, decode_scale="full")
         graph: Graph = "window" if backend == "gpu-window" else "whole"
         make: type[ColourBackend | GpuBackend] = ColourBackend if config.changes_colours else GpuBackend
         return make(config, graph, profiler=profiler)

@@ -11,7 +11,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.loaders import DecodeConfig, ImageLoader
-from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.augment.augment import AugmentConfig, Windows
 from datasvc.loaders.decode import serving
 from datasvc.loaders.decode.backend import BackendConfig
 from datasvc.loaders.decode.cpu import CpuBackend
@@ -43,9 +43,15 @@ def start(tmp_path, monkeypatch):
         node.stop()
 
 
-def make_backend(*urls, output="uint8", backend="cpu", framework="torch"):
+def make_backend(*urls, output="uint8", backend="cpu", framework="torch", scale="full"):
     config = BackendConfig(
-        batch_size=8, size=SIZE, pixels=PixelFormat(output), num_threads=1, prefetch=2, servers=urls
+        batch_size=8,
+        size=SIZE,
+        pixels=PixelFormat(output),
+        num_threads=1,
+        prefetch=2,
+        servers=urls,
+        decode_scale=scale,
     )
     return CpuBackend(config, backend=backend, framework=framework, profiler=StepProfiler())
 
@@ -55,6 +61,23 @@ def only_on_servers(backend):
     connections = [each for each in backend._connections if each is not None]
     backend._connections = [*connections, *backend._servers.connections()]
     return backend
+
+
+def test_a_server_decodes_large_photos_at_the_scale_of_this_machine(start):
+    images, crops = (
+        photos(4, width=300, height=200),
+        Windows(*np.int32([[[0, 0]] * 4, [[190, 290]] * 4]), np.zeros(4)),
+    )
+    node = start()
+    backends = [make_backend(scale="auto"), only_on_servers(make_backend(node.url, scale="auto")), make_backend()]
+    here, there, full = [decode(backend, images, crops).images.copy() for backend in backends]
+    for backend in backends:
+        backend.close()
+    assert np.array_equal(here, there)
+    assert not np.array_equal(here, full)
+    body = b"".join(pack_request(Decoder(SIZE, "cpu", "torch", "half"), IMAGES))
+    with pytest.raises(ConfigError, match="decode_scale is 'half'"):
+        parse_request(body)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "pillow"])

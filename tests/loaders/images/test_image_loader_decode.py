@@ -14,6 +14,8 @@ from datasvc.loaders.decode.choice.trial import Trials
 from datasvc.loaders.torch import OrderBatchSampler
 from datasvc.models import ConsumptionTracker, DataUse, save
 from datasvc.order import OrderState
+from datasvc.shards import ingest, open_dataset
+from tests.samples import jpeg
 
 
 def make(split, batch_size=8, **options):
@@ -158,3 +160,53 @@ def test_a_trial_gets_the_next_distinct_batches_and_the_run_stays_where_it_is(di
 def test_a_trial_gets_no_more_bytes_than_its_share(digits, monkeypatch):
     monkeypatch.setattr("datasvc.loaders.images.image_loader._TRIAL_BYTES", 1)
     assert len(make(digits["val"])._draw_trial()) == 1
+
+
+@pytest.fixture
+def large(repository):
+    samples = [{"key": str(number), "image": jpeg(300, 200, seed=number)} for number in range(8)]
+    ingest(repository, samples, "large")
+    return open_dataset(repository, "large")["train"]
+
+
+def test_the_state_of_large_jpegs_has_their_scale_and_without_it_they_are_decoded_at_full_size(large, digits, caplog):
+    options = {"batch_size": 4, "size": 16, "augment": AugmentConfig(scale=(0.9, 1))}
+    at_full_size = options | {"decode": DecodeConfig(decode_scale="full")}
+    assert "decode_scale" not in make(digits["val"]).state_dict()
+    assert "decode_scale" not in make(large, **options, training=False).state_dict()  # it equals torchvision's
+    old = json.loads(json.dumps(make(large, **at_full_size).state_dict()))
+    assert "decode_scale" not in old
+    loader = make(large, **options)
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["decode_scale"] == "auto"
+    expected = first(loader).images
+    resumed = make(large, **options)
+    resumed.load_state_dict(state)
+    assert torch.equal(first(resumed).images, expected)
+    # A run of an earlier release continues with its pixels, also after another resume.
+    continued = make(large, **options)
+    continued.load_state_dict(old)
+    assert "decode_scale" not in continued.state_dict()
+    full = first(make(large, **at_full_size)).images
+    assert torch.equal(first(continued).images, full)
+    assert not torch.equal(first(make(large, **options)).images, full)
+    assert caplog.text == ""
+    make(large, **at_full_size).load_state_dict(state)
+    assert "saved by a loader with decode_scale='auto', and this one decodes at full size" in caplog.text
+    with pytest.raises(ConfigError, match="decode_scale is 'half'; expected one of auto, full"):
+        make(large, **options).load_state_dict({**state, "decode_scale": "half"})
+
+
+def test_jobs_of_a_decode_group_share_no_batches_of_another_scale(large, monkeypatch):
+    kinds = []
+    loader = make(large, batch_size=4, size=16, decode_group="scales")
+    make_decoder = loader.sharing.make_decoder
+    monkeypatch.setattr(
+        loader.sharing, "make_decoder", lambda inner, **kind: kinds.append(kind) or make_decoder(inner, **kind)
+    )
+    next(iter(loader))
+    state = {name: value for name, value in loader.state_dict().items() if name != "decode_scale"}
+    loader.load_state_dict(state)
+    first(loader)
+    assert [kind["decode_scale"] for kind in kinds] == ["auto", "full"]

@@ -268,6 +268,7 @@ def test_every_setting_of_images_reaches_the_loader(repository, monkeypatch):
             "decode_threads": 5,
             "decode_servers": ("http://cpu1:8765",),
             "on_bad": "mask",
+            "decode_scale": "full",
             "decode_group": "group",
             "decode_lag": 9,
             "ledger": "folder",
@@ -299,7 +300,14 @@ def test_every_setting_of_images_reaches_the_loader(repository, monkeypatch):
             transform=mirror,
         ),
         "device": "cpu",
-        "decode": DecodeConfig("pillow", num_threads=5, prefetch=3, on_bad="mask", servers=("http://cpu1:8765",)),
+        "decode": DecodeConfig(
+            "pillow",
+            num_threads=5,
+            prefetch=3,
+            on_bad="mask",
+            servers=("http://cpu1:8765",),
+            decode_scale="full",
+        ),
         "ledger": "folder",
         "decode_group": DecodeGroup("group", lag=9),
     }

@@ -85,6 +85,7 @@ class Classification:
                 prefetch=config.prefetch,
                 on_bad=config.on_bad,
                 servers=config.decode_servers,
+                decode_scale=config.decode_scale,
             ),
             ledger=config.ledger if training else None,
             decode_group=group,

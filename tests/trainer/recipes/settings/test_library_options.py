@@ -93,6 +93,7 @@ SETTINGS = {
         "prefetch": "prefetch",
         "on_bad": "on_bad",
         "servers": "decode_servers",
+        "decode_scale": "decode_scale",
     },
     DecodeGroup: {"name": "decode_group", "lag": "decode_lag"},
     PixelFormat: {"layout": "channels_last", "mean": "mean", "std": "std"},

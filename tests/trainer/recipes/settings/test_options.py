@@ -10,6 +10,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import Evaluation
 from datasvc.loaders.decode.backend import Decode, OnBad
+from datasvc.loaders.decode.reduced import DecodeScale
 from datasvc.models.saving.queue import OVERLAPS
 from datasvc.models.tensors.write import CODECS
 from datasvc.trainer.__main__ import main
@@ -284,6 +285,7 @@ def test_a_loader_beside_the_training_has_no_group_and_no_ledger():
 def test_the_choices_of_decoding_are_those_of_the_loader():
     types = field_types(DecodeSettings)
     assert (types["decode"].choices, types["on_bad"].choices) == (get_args(Decode), get_args(OnBad))
+    assert types["decode_scale"].choices == get_args(DecodeScale)
 
 
 def test_the_parts_of_a_mixture_are_words_of_one_option(tmp_path):

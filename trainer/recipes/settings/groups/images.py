@@ -104,6 +104,8 @@ class DecodeSettings(SettingGroup):
             threads of each rank; the token is that of DATASVC_TOKEN.
         on_bad: what happens to images that do not decode: "raise" ends the run, "mask" leaves them out of loss and
             metrics.
+        decode_scale: "auto" decodes large JPEGs of a training on the CPU at a reduced scale where that takes less
+            time; "full" never.
         decode_group: name of a group of jobs of this node that decode each training batch once for all of them; None:
             no group.
         decode_lag: batches that a job of the group may be behind another one and still get its batches.
@@ -119,6 +121,7 @@ class DecodeSettings(SettingGroup):
     decode_threads: Annotated[int | None, Metavar("THREADS"), Range(1)] = None
     decode_servers: Annotated[tuple[str, ...], Metavar("URL")] = ()
     on_bad: Literal["raise", "mask"] = "raise"
+    decode_scale: Literal["auto", "full"] = "auto"
     decode_group: Annotated[str | None, Metavar("NAME")] = None
     decode_lag: Annotated[int, Metavar("BATCHES"), Range(1)] = 6
     ledger: Annotated[str | None, Metavar("FOLDER")] = None
