@@ -9,6 +9,7 @@ from datasvc.api.operation import Collection, Operation
 from datasvc.models.interop import export_distributed, export_model, import_model
 from datasvc.models.interop.artefact_files import attach, fetch_artefacts
 from datasvc.models.interop.onnx_file import export_onnx
+from datasvc.models.interop.open_tensors import open_safetensors
 from datasvc.models.provenance.evaluated import find_evaluated
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.forgetting import plan_forget
@@ -40,6 +41,7 @@ class Models(Collection):
     save = Operation(save)
     restore = Operation(restore)
     load_into = Operation(load_version_into)
+    open_safetensors = Operation(open_safetensors)
     manager = Operation(CheckpointManager)
 
     ls = Operation(list_models)
