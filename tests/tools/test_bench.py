@@ -60,8 +60,9 @@ def test_make_bench_runs_every_benchmark_or_names_it_as_left_out():
 
 
 @pytest.mark.long
-def test_large_photos_are_measured():
+def test_large_photos_and_small_images_are_measured():
     check(run_json("large_photos", "--repeats", 1, "--images", 1, "--size", 64), repeats=1)
+    check(run_json("small_images", "--repeats", 1, "--images", 400, "--batch", 32), repeats=1)
 
 
 def test_the_access_order_is_measured():

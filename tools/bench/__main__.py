@@ -24,6 +24,7 @@ MODULES: Final = {
     "evaluation": "loader",
     "decode_servers": "decode_servers",
     "large_photos": "large_photos",
+    "small_images": "small_images",
     "tokens": "tokens",
     "audio": "audio",
     "video": "video",
