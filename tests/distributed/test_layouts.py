@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TIMEOUT_S = 800.0  # ranks that wait for each other in every layer are slow where they share processors
 VOCABULARY, BLOCK, BATCH = 29, 8, 8  # of the program
-LONG, SHORT = {"steps": 50}, {"steps": 4}
+LONG, SHORT = {"steps": 20}, {"steps": 4}
 # Equal to one process only if batch normalisation has the batches of all ranks.
 RESNET = {"model": "resnet18", "sync_batch_norm": True, "optimizer": "sgd", "learning_rate": 0.01, **SHORT}
 LAYOUTS = [
