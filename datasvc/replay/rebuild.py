@@ -162,7 +162,9 @@ def _open_images(
     if name is not None and transform is None:
         raise ConfigError(f"the run changed images by its transform {name}; give it, as --transform MODULE:FUNCTION")
     groups = _tuples(settings, "augment", "pixels")
-    annotated = {name: settings[name] for name in ("images", "masks", "boxes", "keypoints") if name in settings}
+    annotated = {
+        name: settings[name] for name in ("images", "masks", "boxes", "keypoints", "polygons") if name in settings
+    }
     if "objects" in settings:
         annotated["objects"] = parse_objects(settings["objects"])
     # Pixels of a GPU differ by a few levels from those of the CPU, on which a replay runs.

@@ -1,4 +1,4 @@
-"""Boxes and keypoints of samples: through the window and flip of their image, into pixels of the output.
+"""Boxes, keypoints and polygons of samples: through the window and flip of their image, into pixels of the output.
 
 Coordinates are continuous: the left edge of an image of `w` pixels is 0, its right edge is `w`, and the centre of the
 first pixel is 0.5. So a flip maps `x` to `w - x`, without the `- 1` that pixel numbers would need.
@@ -6,7 +6,7 @@ first pixel is 0.5. So a flip maps `x` to `w - x`, without the `- 1` that pixel 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -176,6 +176,35 @@ def map_keypoints(keypoints: Floats, view: View, flip_pairs: tuple[tuple[int, in
             order[[first, second]] = second, first
         mapped = mapped[:, order]
     return mapped.astype(np.float32)
+
+
+def draw_polygons(polygons: Sequence[Any], view: View) -> npt.NDArray[np.uint8]:
+    """Return the mask of an object as the output shows it: `uint8[size, size]`, 1 where a pixel's centre is inside.
+
+    Args:
+        polygons: lists of x and y in turn, in pixels of the image. What is inside of any of them is inside.
+        view: window and flip of the image.
+
+    Raises:
+        BadSampleError: they are no such lists.
+    """
+    mask = np.zeros((view.size, view.size), np.bool_)
+    centres = np.arange(view.size) + 0.5
+    for polygon in polygons:
+        try:
+            points = view.map_points(np.asarray(polygon, np.float64).reshape(-1, 2))
+        except (TypeError, ValueError) as error:
+            raise BadSampleError("a polygon of it is no list of x and y") from error
+        (x, y), (next_x, next_y) = points.T, np.roll(points, -1, axis=0).T
+        rows, edges = np.nonzero((y <= centres[:, None]) != (next_y <= centres[:, None]))
+        share = (centres[rows] - y[edges]) / (next_y - y)[edges]
+        crossings = x[edges] + share * (next_x - x)[edges]
+        # Each crossing turns inside into outside, and back, for the centres to its right.
+        first = np.clip(np.ceil(crossings - 0.5), 0, view.size).astype(np.int64)
+        turns = np.zeros((view.size, view.size + 1), np.int64)
+        np.add.at(turns, (rows, first), 1)
+        mask |= (np.cumsum(turns[:, :-1], axis=1) % 2).astype(np.bool_)
+    return mask.view(np.uint8)
 
 
 def _clip(boxes: Floats, left: float, top: float, right: float, bottom: float) -> Floats:

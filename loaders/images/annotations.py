@@ -1,4 +1,4 @@
-"""What a sample of `ImageLoader` has besides its first image: other images, masks, boxes and keypoints.
+"""What a sample of `ImageLoader` has besides its first image: other images, masks, boxes, keypoints and polygons.
 
 All of it follows the window and the flip of the first image.
 """
@@ -19,6 +19,7 @@ from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.objects import (
     ObjectConfig,
     View,
+    draw_polygons,
     find_bad_boxes,
     map_boxes,
     map_keypoints,
@@ -37,7 +38,7 @@ _KINDS: Final = {"images": "encoded images", "masks": "encoded masks"}
 
 @dataclass(frozen=True)
 class AnnotationColumns:
-    """The columns of `ImageLoader`'s arguments `images`, `masks`, `boxes` and `keypoints`, checked by `of`.
+    """The columns of `ImageLoader`'s arguments `images`, `masks`, `boxes`, `keypoints` and `polygons`, see `of`.
 
     Attributes:
         values: the columns with a number per object: name -> its dtype.
@@ -48,6 +49,7 @@ class AnnotationColumns:
     masks: tuple[str, ...] = ()
     boxes: str | None = None
     keypoints: str | None = None
+    polygons: str | None = None
     objects: ObjectConfig = field(default_factory=ObjectConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
     num_keypoints: int = 0
@@ -61,6 +63,7 @@ class AnnotationColumns:
         masks: Sequence[str],
         boxes: str | None,
         keypoints: str | None,
+        polygons: str | None,
         objects: ObjectConfig | None,
         *,
         may_flip: bool,
@@ -81,28 +84,32 @@ class AnnotationColumns:
                 if not all(is_blob(data_type) for data_type in _types(samples, name)):
                     raise ConfigError(f"{argument}: the column {name!r} does not hold {_KINDS[argument]}")
         config = objects or ObjectConfig()
-        if boxes is None and keypoints is None:
+        if boxes is None and keypoints is None and polygons is None:
             if objects is not None:
-                raise ConfigError("objects is given without boxes= or keypoints=, whose settings it has")
+                raise ConfigError("objects is given without boxes=, keypoints= or polygons=, whose settings it has")
             return cls(given["images"], given["masks"])
-        for column in filter(None, (boxes, keypoints)):
+        for column in filter(None, (boxes, keypoints, polygons)):
             check_column(samples, column)
-            if not all(_is_list_of_lists(data_type) for data_type in _types(samples, column)):
+            types = _types(samples, column)
+            if not all(map(_is_list_of_lists, types)):
                 raise ConfigError(f"the column {column!r} is not a list of lists of numbers, one list per object")
+            if column == polygons and not all(_is_list_of_lists(data_type.value_type) for data_type in types):
+                raise ConfigError(f"the column {column!r} has no list of polygons per object, each a list of x and y")
         num_keypoints = 0 if keypoints is None else _count_keypoints(samples, keypoints, config, may_flip=may_flip)
         values = {name: _value_dtype(samples, name) for name in _value_columns(samples, config)}
         classes = _classes(samples) if BOX_LABELS in values else ()
-        return cls(given["images"], given["masks"], boxes, keypoints, config, values, num_keypoints, classes)
+        columns = (boxes, keypoints, polygons)
+        return cls(given["images"], given["masks"], *columns, config, values, num_keypoints, classes)
 
     @property
     def has_objects(self) -> bool:
         """Whether batches have objects."""
-        return self.boxes is not None or self.keypoints is not None
+        return any(name is not None for name in (self.boxes, self.keypoints, self.polygons))
 
     @property
     def lists(self) -> list[str]:
         """The columns of objects, which are read as Python lists."""
-        return [name for name in (self.boxes, self.keypoints, *self.values) if name is not None]
+        return [name for name in (self.boxes, self.keypoints, self.polygons, *self.values) if name is not None]
 
     @property
     def has_stored_sizes(self) -> bool:
@@ -203,7 +210,7 @@ class BatchObjects:
 
 
 def collect_objects(
-    columns: AnnotationColumns, lists: Mapping[str, Sequence[Any]], views: Mapping[int, View]
+    columns: AnnotationColumns, lists: Mapping[str, Sequence[Any]], views: Mapping[int, View], size: int
 ) -> BatchObjects:
     """Return the objects of a batch as its output shows them.
 
@@ -211,6 +218,7 @@ def collect_objects(
         columns: the columns.
         lists: values of `columns.lists` for each sample.
         views: views of the samples whose objects are wanted, by their index in the batch, ascending.
+        size: side of the output in pixels.
     """
     found, rows = BatchObjects(), []
     for index, view in views.items():
@@ -224,6 +232,8 @@ def collect_objects(
     shapes |= {"keypoints": (0, columns.num_keypoints, 3)} if columns.keypoints else {}
     joined = {name: [np.empty(0, dtype)] for name, dtype in empty.items()}
     joined |= {name: [np.empty(shape, np.float32)] for name, shape in shapes.items()}
+    if columns.polygons:
+        joined["masks"] = [np.empty((0, size, size), np.uint8)]
     for index, objects in rows:
         if index not in found.bad:
             objects["samples"] = np.full(len(objects["numbers"]), index, np.int64)
@@ -255,6 +265,12 @@ def _sample_objects(
         if len(keypoints) < len(numbers):
             raise BadSampleError("its list of keypoints is null, and its other lists have objects")
         objects["keypoints"] = map_keypoints(keypoints[numbers], view, config.flip_pairs or ())
+    if columns.polygons is not None:
+        polygons = stored[columns.polygons] if stored[columns.polygons] is not None else []
+        if len(polygons) < len(numbers):
+            raise BadSampleError("its list of polygons is null, and its other lists have objects")
+        drawn = [draw_polygons(polygons[number] or (), view) for number in numbers.tolist()]
+        objects["masks"] = np.stack(drawn) if drawn else np.empty((0, view.size, view.size), np.uint8)
     for name, dtype in columns.values.items():
         values = stored[name] if stored[name] is not None else []
         if len(values) < len(numbers) or None in values:

@@ -156,7 +156,7 @@ class ImageDecoder:
         if self._columns.has_objects:
             views = {int(index): view for index, view in zip(kept, fed.views, strict=True)}
             views = {index: view for index, view in views.items() if index not in reasons}
-            objects = collect_objects(self._columns, read_lists(batch, self._columns.lists), views)
+            objects = collect_objects(self._columns, read_lists(batch, self._columns.lists), views, self._plan.size)
             self._check(batch, objects.raised, "objects=ObjectConfig(on_bad='drop') or 'mask'")
             reasons |= objects.bad
         bad = self._check(batch, reasons, "decode=DecodeConfig(on_bad='mask')", is_masked=self._on_bad == "mask")

@@ -74,6 +74,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         boxes: column of boxes, for `batch.objects`: per sample a list of left, top, right and bottom in pixels of the
             first image, upright.
         keypoints: column of keypoints, for `batch.objects`: per object a list of x, y and visibility, flat or nested.
+        polygons: column of polygons, for the masks of `batch.objects`: per object a list of lists of x and y in turn.
         objects: which boxes are kept, what else objects have, and how keypoints flip.
         columns: further columns for `batch.columns`. Numbers and booleans become tensors; null is an error there.
             Everything else becomes lists of Python values, with None for null.
@@ -114,6 +115,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         masks: Sequence[str] = (),
         boxes: str | None = None,
         keypoints: str | None = None,
+        polygons: str | None = None,
         objects: ObjectConfig | None = None,
         columns: Sequence[str] = (),
         device: str | torch.device = "cpu",
@@ -129,7 +131,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         group = DecodeGroup(decode_group) if isinstance(decode_group, str) else decode_group
         augment = augment or AugmentConfig()
         self._annotations = AnnotationColumns.of(
-            split, images, masks, boxes, keypoints, objects, may_flip=training and augment.flip > 0
+            split, images, masks, boxes, keypoints, polygons, objects, may_flip=training and augment.flip > 0
         )
         self.box_classes = self._annotations.classes
         sizes = [WIDTH, HEIGHT] if self._annotations.has_stored_sizes else []
@@ -340,6 +342,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         given |= {"masks": list(columns.masks)} if columns.masks else {}
         if columns.has_objects:
             given |= {"boxes": columns.boxes, "keypoints": columns.keypoints}
+            given |= {"polygons": columns.polygons} if columns.polygons else {}
             given["objects"] = changed_fields(columns.objects)
         return given
 

@@ -33,6 +33,7 @@ from datasvc.shards.format.schema import (
     IMAGE,
     KEY,
     KEYPOINTS,
+    POLYGONS,
     WIDTH,
     is_list,
     parse_box_classes,
@@ -40,7 +41,7 @@ from datasvc.shards.format.schema import (
 from datasvc.shards.versions.dataset import Split
 
 _CROWD, _AREA = "box_crowd", "box_area"
-_COLUMNS: Final = frozenset({KEY, IMAGE, WIDTH, HEIGHT, BOXES, BOX_LABELS, _CROWD, _AREA, KEYPOINTS})
+_COLUMNS: Final = frozenset({KEY, IMAGE, WIDTH, HEIGHT, BOXES, BOX_LABELS, _CROWD, _AREA, KEYPOINTS, POLYGONS})
 _SUPPORTED_BY: Final = "parquet, webdataset"
 _WRITING_THREADS: Final = 16
 _DIGITS: Final = 6  # of widths, which are differences of stored numbers
@@ -126,8 +127,8 @@ def _file_name(sample: Mapping[str, Any]) -> str:
 def _objects(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the annotations of a sample without ids. Raise ConfigError: its lists have different lengths."""
     found = []
-    columns = [sample.get(name) or [] for name in (BOXES, BOX_LABELS, _CROWD, _AREA, KEYPOINTS)]
-    boxes, labels, crowds, areas, keypoints = columns
+    columns = [sample.get(name) or [] for name in (BOXES, BOX_LABELS, _CROWD, _AREA, KEYPOINTS, POLYGONS)]
+    boxes, labels, crowds, areas, keypoints, polygons = columns
     if any(len(column) != len(boxes) for column in columns[1:] if column) or len(labels) != len(boxes):
         raise ConfigError(f"coco cannot hold sample {sample[KEY]!r}: its lists of boxes and values differ in length")
     for number, ((left, top, right, bottom), label) in enumerate(zip(boxes, labels, strict=True)):
@@ -135,6 +136,8 @@ def _objects(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         entry = {"category_id": label + 1, "bbox": [left, top, width, height]}
         entry["area"] = areas[number] if areas else width * height
         entry["iscrowd"] = int(crowds[number]) if crowds else 0
+        if polygons:
+            entry["segmentation"] = polygons[number] or []
         if keypoints:
             points = keypoints[number]
             flat = (

@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders import AugmentConfig, DataRanks, DecodeConfig, DecodeGroup, ImageLoader, ObjectConfig
+from datasvc.loaders.augment.objects import View, draw_polygons
 from datasvc.loaders.decode.choice.choose import plan_candidates
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
@@ -253,6 +254,61 @@ def test_numpy_batches_and_targets_are_those_of_torch(split):
             assert torch.equal(moved.objects["boxes"], batch.objects["boxes"])
 
 
+def star(random, width, height):
+    """Return a polygon that is not convex, as a list of x and y."""
+    angles, radius = np.linspace(0, 2 * np.pi, 12, endpoint=False), np.array([0.2, 0.5] * 6)
+    centre, sides = random.uniform(0.3, 0.7, 2) * (width, height), np.array([width, height])
+    return (centre + np.stack([np.cos(angles), np.sin(angles)], 1) * radius[:, None] * sides).reshape(-1).tolist()
+
+
+def drawn(seed):
+    random = np.random.default_rng(seed)
+    width, height = random.integers(150, 400, 2).tolist()
+    mask, polygons = Image.new("L", (width, height)), [star(random, width, height), [1.0, 1.0, 9.0, 1.0, 9.0, 9.0]]
+    for polygon in polygons:
+        ImageDraw.Draw(mask).polygon((np.array(polygon) - 0.5).tolist(), 1)
+    points = np.array(polygons[0]).reshape(-1, 2)
+    box = [*points.min(0).clip(0), *np.minimum(points.max(0), (width, height))]
+    seg = np.asarray(mask)
+    columns = {"seg": png(seg), "boxes": [[0.0, 0.0, -9.0, 0.0], box], "polygons": [[[5.0, 5.0]], polygons]}
+    return {"key": f"{seed:04d}", "image": png(seg[..., None].repeat(3, 2) * 255), **columns}
+
+
+def test_masks_of_polygons_are_where_the_picture_shows_them(shared):
+    split = write(shared, "polygons", [drawn(seed) for seed in range(NUM)])
+    plain = {"keypoints": None, "objects": None, "polygons": "polygons"}
+    checked = []
+    with make(split, augment=AugmentConfig(scale=(0.2, 1.0), ratio=(0.5, 2.0)), **plain) as loader:
+        assert loader.settings["polygons"] == "polygons"
+        for _ in range(3):
+            for batch in loader:
+                for index, target in enumerate(batch.targets):
+                    painted = batch.masks["seg"][index].numpy() > 0
+                    assert target["masks"].dtype == torch.uint8
+                    assert target["masks"].shape == (len(target["boxes"]), SIZE, SIZE)
+                    assert target["numbers"].tolist() == [1] * len(target["boxes"])
+                    if painted.mean() > 0.1 and len(target["boxes"]):
+                        checked.append(iou(target["masks"][0].numpy() > 0, painted))
+    assert len(checked) > NUM
+    assert min(checked) > 0.9
+    assert np.mean(checked) > 0.97
+
+
+def test_a_polygon_has_the_pixels_whose_centres_are_inside():
+    view = View(np.array([0.0, 0.0, 8.0, 8.0]), flip=False, width=8, height=8, size=8)
+    expected = np.zeros((8, 8), np.uint8)
+    expected[2:5, 1:6] = 1
+    assert (draw_polygons([[1.0, 2.0, 6.0, 2.0, 6.0, 5.0, 1.0, 5.0]], view) == expected).all()
+    expected[3:7, 4:8] = 1  # another polygon, which leaves the picture, and overlaps the first
+    polygons = [[1.4, 1.6, 6.4, 1.6, 6.4, 5.4, 1.4, 5.4], [4.0, 3.0, 90.0, 3.0, 90.0, 7.0, 4.0, 7.0]]
+    assert (draw_polygons(polygons, view) == expected).all()
+    flipped = View(view.region, flip=True, width=8, height=8, size=8)
+    assert (draw_polygons(polygons, flipped)[:, ::-1] == draw_polygons(polygons, view)).all()
+    assert not draw_polygons([[], [1.0, 1.0], [1.0, 1.0, 5.0, 5.0]], view).any()
+    with pytest.raises(BadSampleError, match="no list of x and y"):
+        draw_polygons([[1.0, 2.0, 3.0]], view)
+
+
 BAD_BOXES = [[10.0, 10.0, 10.0, 40.0], [-50.0, 0.0, -10.0, 20.0], [float("nan")] * 4, [30.0, 30.0, 20.0, 20.0]]
 
 
@@ -367,6 +423,7 @@ def found_mask(split):
         ({"objects": ObjectConfig(flip_pairs=())}, "num_keypoints"),
         ({"objects": ObjectConfig(flip_pairs=((0, 7),), num_keypoints=2)}, "2 keypoints"),
         ({"boxes": None, "keypoints": None}, "objects is given"),
+        ({"polygons": "boxes"}, "no list of polygons per object"),
     ],
 )
 def test_wrong_arguments_are_refused(split, options, message):

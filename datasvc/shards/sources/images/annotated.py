@@ -23,7 +23,7 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, BOXES, IMAGE, KEY, KEYPOINTS, image_field
+from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, BOXES, IMAGE, KEY, KEYPOINTS, POLYGONS, image_field
 from datasvc.shards.images.header import EXTENSIONS, ImageHeader
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile, extension_of, find_below
@@ -88,6 +88,8 @@ class AnnotatedSource(ListedSource):
         columns = dict(zip(self.schema.names[_FIRST_COLUMN:], annotation.values, strict=True))
         if KEYPOINTS in columns:
             columns[KEYPOINTS] = _scale(columns[KEYPOINTS], across, down, 1)
+        if POLYGONS in columns:
+            columns[POLYGONS] = [_scale(polygons, across, down) for polygons in columns[POLYGONS]]
         if BOX_AREA in columns:
             columns[BOX_AREA] = [area * across * down for area in columns[BOX_AREA]]
         return file._replace(values=(_scale(annotation.boxes, across, down), *columns.values()))

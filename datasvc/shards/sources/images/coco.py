@@ -1,6 +1,6 @@
 """Source of COCO: images, and JSON files of images, annotations and categories, such as `instances_train2017.json`.
 
-Labels are the categories in the order of their ids, from 0: the ids of COCO itself have gaps. Polygons are not read.
+Labels are the categories in the order of their ids, from 0: the ids of COCO itself have gaps.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
 from typing import Any, ClassVar, Final, cast
 
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import KEYPOINTS
+from datasvc.shards.format.schema import KEYPOINTS, POLYGONS
 from datasvc.shards.sources.common.options import SPLIT_NAMES, SourceOptions, split_of
 from datasvc.shards.sources.common.source import ListedFile
 from datasvc.shards.sources.images.annotated import (
@@ -39,7 +41,7 @@ _HEAD_BYTES: Final = 1 << 20  # a smaller file without these words is no COCO fi
 
 @dataclass(frozen=True)
 class CocoSource(AnnotatedSource):
-    """Images with boxes, and keypoints if all categories that have some have equally many."""
+    """Images with boxes, with polygons if there are some, and with keypoints if all categories have equally many."""
 
     kind: ClassVar[str] = "coco"
 
@@ -69,6 +71,9 @@ class CocoSource(AnnotatedSource):
         columns = {**BOX_COLUMNS, BOX_CROWD: pa.bool_(), BOX_AREA: pa.float64()}
         if num_keypoints:
             columns[KEYPOINTS] = pa.list_(pa.float64(), 3 * num_keypoints)
+        rows = (row for document in documents.values() for row in document["annotations"])
+        if any(isinstance(row.get("segmentation"), list) and row["segmentation"] for row in rows):
+            columns[POLYGONS] = pa.list_(pa.list_(pa.float64()))
         splits: defaultdict[str, list[ListedFile]] = defaultdict(list)
         listed: dict[tuple[str, str], str] = {}
         for name, document in documents.items():
@@ -80,7 +85,7 @@ class CocoSource(AnnotatedSource):
                         "entry, or move one of these files out of the source"
                     )
                 listed[split, found] = name
-                annotation = _annotate(image, objects, labels, num_keypoints)
+                annotation = _annotate(image, objects, labels, num_keypoints, has_polygons=POLYGONS in columns)
                 splits[split].append(folder.image(found, key, annotation))
         return cls.of(url, [category["name"] for category in categories], columns, splits, folder.ignored())
 
@@ -158,11 +163,16 @@ def _images(
 
 
 def _annotate(
-    image: Mapping[str, Any], objects: Sequence[Mapping[str, Any]], labels: Mapping[Any, int], num_keypoints: int
+    image: Mapping[str, Any],
+    objects: Sequence[Mapping[str, Any]],
+    labels: Mapping[Any, int],
+    num_keypoints: int,
+    *,
+    has_polygons: bool,
 ) -> Annotation:
     """Return the objects of an image. What cannot be read makes the image a bad sample."""
     boxes: list[list[float]] = []
-    columns: tuple[list[Any], ...] = ([], [], [], *([[]] if num_keypoints else []))
+    columns: tuple[list[Any], ...] = ([], [], [], *([[]] if num_keypoints else []), *([[]] if has_polygons else []))
     size = (image.get("width"), image.get("height"))
     if not all(isinstance(side, int) and side > 0 for side in size):
         return Annotation([], columns, None, f"its entry has the width and height {size}; expected pixels")
@@ -172,13 +182,27 @@ def _annotate(
             left, top, width, height = map(float, annotation["bbox"])
             label = labels[annotation["category_id"]]
             points = [float(value) for value in annotation.get("keypoints") or [0.0] * 3 * num_keypoints]
+            polygons = _polygons(annotation.get("segmentation"))
         except (KeyError, TypeError, ValueError, OverflowError):
-            return Annotation([], columns, None, f"its annotation {number} has no valid bbox, category or keypoints")
+            reason = f"its annotation {number} has no valid bbox, category, keypoints or polygons"
+            return Annotation([], columns, None, reason)
         if num_keypoints and len(points) != 3 * num_keypoints:
             return Annotation([], columns, None, f"its annotation {number} has {len(points)} numbers of keypoints")
         boxes.append([left, top, left + width, top + height])
         area = annotation.get("area")
         area = float(area) if isinstance(area, int | float) else width * height
-        for column, value in zip(columns, (label, bool(annotation.get("iscrowd")), area, points), strict=False):
+        further = [points] if num_keypoints else []
+        values = (label, bool(annotation.get("iscrowd")), area, *further, polygons)
+        for column, value in zip(columns, values, strict=False):  # without polygons, there is no column for them
             column.append(value)
     return Annotation(boxes, columns, (int(size[0] or 1), int(size[1] or 1)))
+
+
+def _polygons(segmentation: Any) -> list[list[float]]:
+    """Return the polygons of an object; [] if it has none, or has run lengths as a crowd has. Raises ValueError."""
+    if not isinstance(segmentation, list):
+        return []
+    polygons = [list(map(float, polygon)) for polygon in segmentation]
+    if any(len(polygon) % 2 for polygon in polygons) or not all(map(isfinite, chain(*polygons))):
+        raise ValueError("a polygon is no list of x and y")
+    return polygons

@@ -1,7 +1,7 @@
 """Source of YOLO: `images/train/a.jpg` with the text file `labels/train/a.txt`, and a list of the classes.
 
 A file has a line per object: the number of its class, and centre, width and height as fractions of the image. More
-numbers are a polygon, of which the box is kept.
+numbers are a polygon, which also gives the box.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+import pyarrow as pa
+
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.format.schema import POLYGONS
 from datasvc.shards.sources.common.options import SPLIT_NAMES, SourceOptions, split_of
 from datasvc.shards.sources.common.source import ListedFile
 from datasvc.shards.sources.images.annotated import BOX_COLUMNS, AnnotatedFolder, AnnotatedSource, Annotation, require
@@ -44,12 +47,16 @@ class YoloSource(AnnotatedSource):
             [*labels.values()], url, "text files with the boxes of its images: labels/NAME.txt for images/NAME.jpg"
         )
         texts = dict(zip(labels, folder.texts([*labels.values()]), strict=True))
+        annotations = {image: _annotate(texts.get(image, b""), len(names)) for image in folder.names()}
+        columns = dict(BOX_COLUMNS)
+        if any(any(annotation.values[1]) for annotation in annotations.values()):
+            columns[POLYGONS] = pa.list_(pa.list_(pa.float64()))
         splits: defaultdict[str, list[ListedFile]] = defaultdict(list)
-        for image in folder.names():
-            annotation = _annotate(texts.get(image, b""), len(names))
+        for image, annotation in annotations.items():
             split = options.split or split_of(image)
-            splits[split].append(folder.image(image, _key(image), annotation))
-        return cls.of(url, names, BOX_COLUMNS, splits, folder.ignored())
+            kept = annotation._replace(values=annotation.values[: len(columns)])
+            splits[split].append(folder.image(image, _key(image), kept))
+        return cls.of(url, names, columns, splits, folder.ignored())
 
 
 def _label_file(image: str) -> str:
@@ -114,6 +121,7 @@ def _annotate(text: bytes, num_classes: int) -> Annotation:
     """Return the objects of a text file, as fractions. A line that cannot be read makes the image a bad sample."""
     boxes: list[list[float]] = []
     labels: list[int] = []
+    polygons: list[list[list[float]]] = []
     for number, line in enumerate(text.decode("utf-8", "replace").splitlines(), 1):
         if not line.strip():
             continue
@@ -123,21 +131,23 @@ def _annotate(text: bytes, num_classes: int) -> Annotation:
             places = []
         if len(places) < 4 or len(places) == 5 or len(places) % 2:
             return Annotation(
-                [], ([],), None, f"line {number} of its labels is {line[:60]!r}; expected class x y w h"
+                [], ([], []), None, f"line {number} of its labels is {line[:60]!r}; expected class x y w h"
             )
         if not 0 <= label < num_classes or not label.is_integer():
             return Annotation(
-                [], ([],), None, f"line {number} of its labels has the class {label:g} of {num_classes}"
+                [], ([], []), None, f"line {number} of its labels has the class {label:g} of {num_classes}"
             )
         if len(places) == 4:
             x, y, width, height = places
             boxes.append([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+            polygons.append([])
         else:
             boxes.append([min(places[::2]), min(places[1::2]), max(places[::2]), max(places[1::2])])
+            polygons.append([places])
         # A label of YOLO in pixels is a common mistake, and no box of an image is that far outside of it.
         if not all(-1 <= each <= 2 for each in boxes[-1] if math.isfinite(each)):
             return Annotation(
-                [], ([],), None, f"line {number} of its labels is in pixels; expected fractions, 0 to 1"
+                [], ([], []), None, f"line {number} of its labels is in pixels; expected fractions, 0 to 1"
             )
         labels.append(int(label))
-    return Annotation(boxes, (labels,))
+    return Annotation(boxes, (labels, polygons))

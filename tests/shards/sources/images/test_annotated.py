@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.loaders.augment.objects import View, draw_polygons
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export.exporter import export
 from datasvc.shards.format.schema import BOX_CLASSES
@@ -209,6 +210,44 @@ def test_an_export_as_coco_is_read_by_pycocotools_and_by_another_ingest(reposito
         assert {sample["key"]: dict(sample) for sample in second[name]} == expected
 
 
+def test_polygons_are_stored_scaled_exported_and_drawn_as_pycocotools_draws_them(repository, tmp_path):
+    coco = pytest.importorskip("pycocotools.coco")
+    polygons = [
+        [[6.0, 4.0, 30.0, 4.0, 24.0, 20.0]],
+        [[33.0, 10.0, 60.0, 12.0, 40.0, 40.0], [1.0, 30.0, 9.0, 30.0, 9.0, 38.0]],
+    ]
+    run_lengths = {"counts": [0, 9], "size": [HEIGHT, WIDTH]}
+    annotations = [
+        {"id": 10 * n + k, "image_id": n, "category_id": 7, "bbox": [2, 2, 55, 36], "segmentation": segmentation}
+        for n in range(2)
+        for k, segmentation in enumerate([*polygons, run_lengths])
+    ]
+    write_coco(tmp_path / "source", "train", range(2), annotations=annotations)
+    split = ingested(repository, tmp_path / "source", "coco")["train"]
+    assert split[0]["polygons"] == [*polygons, []]
+    small = ingested(repository, tmp_path / "source", "coco", "small", max_side=30)["train"]
+    np.testing.assert_allclose(small[0]["polygons"][0], np.array(polygons[0]) / 2)
+    export(repository, "boxes", str(tmp_path / "out"), "coco")
+    read = coco.COCO(str(tmp_path / "out" / "annotations" / "instances_train.json"))
+    found = read.loadAnns(read.getAnnIds(imgIds=[1]))
+    view = View(np.array([0.0, 0.0, WIDTH, WIDTH]), flip=False, width=WIDTH, height=HEIGHT, size=WIDTH)
+    for annotation, stored in zip(found[:2], polygons, strict=True):
+        expected, drawn = read.annToMask(annotation), draw_polygons(stored, view)
+        assert (expected != drawn[:HEIGHT]).mean() < 0.02
+    assert found[2]["segmentation"] == []
+
+
+def test_polygons_of_yolo_are_stored_with_their_boxes(repository, tmp_path):
+    write_yolo(tmp_path / "source", "train", range(2))
+    put(tmp_path / "source" / "labels/train/000.txt", "1 0.1 0.1 0.5 0.1 0.5 0.5\n0 0.5 0.5 0.2 0.2\n")
+    samples = {sample["key"]: sample for sample in ingested(repository, tmp_path / "source", "yolo")["train"]}
+    outline = [0.1 * WIDTH, 0.1 * HEIGHT, 0.5 * WIDTH, 0.1 * HEIGHT, 0.5 * WIDTH, 0.5 * HEIGHT]
+    np.testing.assert_allclose(samples["000.jpg"]["polygons"][0], [outline])
+    assert samples["000.jpg"]["polygons"][1] == []
+    np.testing.assert_allclose(samples["000.jpg"]["boxes"][0], [outline[0], outline[1], outline[2], outline[5]])
+    assert samples["001.jpg"]["polygons"] == [[], []]
+
+
 def test_an_export_names_keypoints_that_only_some_samples_have(repository, tmp_path):
     samples = [
         {"key": str(n), "image": photo(n), "boxes": [BOXES[0]], "box_labels": [0]}
@@ -269,6 +308,8 @@ def test_bad_annotations_make_bad_samples(repository, tmp_path, kind, path, cont
     [
         ({"annotations": [{**ONE, "bbox": [1, 2, 3]}]}, "no valid bbox"),
         ({"annotations": [{**ONE, "bbox": [1, 2, 1e999, 3]}]}, "not finite"),
+        ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 2, 3]]}]}, "or polygons"),
+        ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 1e999]]}]}, "or polygons"),
         ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "category_id": 99}]}, "no valid bbox, category"),
         (
             {"images": [{**COCO_IMAGE, "width": HEIGHT, "height": WIDTH}, GOOD_IMAGE], "annotations": []},

@@ -138,7 +138,7 @@ EXCLUDED = {
         "ranks": _RANKS,
         "columns": "the loss is a function of image and label",
         **dict.fromkeys(
-            ("images", "masks", "boxes", "keypoints", "objects"),
+            ("images", "masks", "boxes", "keypoints", "polygons", "objects"),
             "the program classifies images; examples/detection.py trains on boxes",
         ),
     },
