@@ -51,6 +51,7 @@ class EpochAudit:
         disagreements: descriptions of differences between ranks in the attempts that count for the epoch.
         left_out: number of positions served once, with a sample that the run masks, see `Masked`.
         returned: number of positions that a lost rank served without an effect on the weights, and another one again.
+        carried: number of positions that were served before a replica was lost, whose weights the others continued.
     """
 
     epoch: int
@@ -69,6 +70,7 @@ class EpochAudit:
     disagreements: Sequence[str] = ()
     left_out: int = 0
     returned: int = 0
+    carried: int = 0
 
     @property
     def is_faultless(self) -> bool:
@@ -233,10 +235,15 @@ class _History:
         reached = self._num_samples if is_finished else self._reached(epoch, passed)
         # Every rank records all dropped positions, so their ranges overlap.
         dropped = _union(counted[RecordKind.DROPPED], self._num_samples)
-        coverage = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
+        carried = counted[RecordKind.CARRIED]
+        coverage = cover([*counted[RecordKind.SERVED], *carried, *dropped], 0, reached)
+        num_carried = sum(strided.size for strided in carried)
         num_dropped = _num_below(reached, dropped)
-        num_masked = _num_below(reached, counted[RecordKind.MASKED])
-        num_left_out = _num_below(reached, counted[RecordKind.LEFT_OUT])
+        num_masked, num_left_out = (
+            # Carried positions were masked where they were served.
+            _num_below(reached, counted[kind]) + num_carried - self._num_missing(carried, epoch, kind)
+            for kind in (RecordKind.MASKED, RecordKind.LEFT_OUT)
+        )
         # This includes dropped positions, and masked ones, because these are recorded as served too.
         num_once = reached - coverage.never.count - coverage.repeated.count
         is_uneven = bool(coverage.never.count or coverage.repeated.count)
@@ -252,12 +259,16 @@ class _History:
             padded=sum(strided.size for strided in counted[RecordKind.PADDED]),
             never=coverage.never,
             repeated=coverage.repeated,
-            again=num_recorded - num_returned - sum(strided.size for strided in counted[RecordKind.SERVED]),
+            # Carried positions may be in files that are copies.
+            again=max(
+                0, num_recorded - num_returned - num_carried - sum(each.size for each in counted[RecordKind.SERVED])
+            ),
             copies=self._copies[epoch],
             reasons=list(self._reasons(epoch, reached, passed)) if is_uneven else [],
-            disagreements=list(self._disagreements(epoch)),
+            disagreements=[*self._disagreements(epoch), *self._unserved(carried, epoch)],
             left_out=num_left_out,
             returned=num_returned,
+            carried=num_carried,
         )
 
     def _returned(self, epoch: int) -> dict[tuple[int, int], list[StridedRange]]:
@@ -267,6 +278,23 @@ class _History:
             if record.kind is RecordKind.RETURNED:
                 returned[id(attempt), record.lost_rank].append(attempt.counted(record, self._num_samples))
         return returned
+
+    def _unserved(self, carried: Sequence[StridedRange], epoch: int) -> Iterator[str]:
+        """Yield a description if positions are recorded as applied in an earlier attempt, and no file has them."""
+        if num_missing := self._num_missing(carried, epoch, RecordKind.SERVED):
+            yield f"epoch {epoch} carries {count_text(num_missing, 'sample')} over that no file has served"
+
+    def _num_missing(self, carried: Sequence[StridedRange], epoch: int, kind: RecordKind) -> int:
+        """Return the number of positions that no record of a kind has, in whatever attempt."""
+        files = chain.from_iterable((*attempt.files.values(), *attempt.copies) for attempt in self._attempts)
+        found = [
+            record.strided
+            for file in files
+            for record in file.records
+            if record.kind is kind and record.epoch == epoch
+        ]
+        window = 0, self._num_samples
+        return cover(found, *window).never.count - cover([*found, *carried], *window).never.count if carried else 0
 
     def _disagreements(self, epoch: int) -> Iterator[str]:
         """Yield descriptions of the differences between ranks in the attempts that count for an epoch."""

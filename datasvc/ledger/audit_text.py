@@ -41,7 +41,7 @@ def audit_facts(result: Audit, show: int, names: SampleNames | None) -> dict[str
     epochs = []
     for epoch in result.epochs:
         counts = {name: value for name, value in vars(epoch).items() if name not in {"never", "repeated"}}
-        for name in ("left_out", "returned"):  # fields that most audits do not have
+        for name in ("left_out", "returned", "carried"):  # fields that most audits do not have
             if not counts[name]:
                 del counts[name]
         samples = {
@@ -109,6 +109,8 @@ def describe_counts(epoch: EpochAudit) -> list[str]:
         )
     if epoch.returned:
         lines.append(f"{epoch.returned} were also served by ranks that were lost before their updates were applied")
+    if epoch.carried:
+        lines.append(f"{epoch.carried} were served before a replica was lost, and the others continued their weights")
     if epoch.copies:
         lines.append(f"{epoch.copies} more are in other files of the same ranks: model-parallel peers, or retries")
     return lines

@@ -6,7 +6,7 @@ A file has a header, with the cursor (epoch, position) of the first batch, and r
     record: CRC-32 of the rest, kind, epoch, start, stop, period, offset and length (`StridedRange`), count
 
 The lowest 8 bits of the second field are the kind, and the others the lost rank of a RETURNED record. Format 1 has no
-RETURNED records.
+RETURNED records, and formats 1 and 2 have no CARRIED ones.
 
 Integers are little-endian. A rank extends its last record in place. Because 64 divides the page size, a killed
 process leaves either the old record or the new one, so a file is correct up to the last batch. A power cut may lose
@@ -34,8 +34,8 @@ from datasvc.durable import TEMPORARY_PREFIX, fsync_folder, make_folder
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.ledger.strided_range import StridedRange
 
-FORMAT: Final = 2
-_FORMATS: Final = (1, FORMAT)  # that are read
+FORMAT: Final = 3
+_FORMATS: Final = (1, 2, FORMAT)  # that are read
 SUFFIX: Final = ".ledger"
 RECORD_BYTES: Final = 64
 
@@ -56,6 +56,8 @@ class RecordKind(IntEnum):
         DROPPED: left over at the end of an epoch, too few for a batch.
         LEFT_OUT: in a batch, but masked, because the run masks this position or sample; recorded as SERVED too.
         RETURNED: served, perhaps, by a rank that was lost before its update was applied, and granted to this rank.
+        CARRIED: served in an earlier attempt, in a round in which a replica was lost; weights that have learned from
+            them are continued. A record without positions has the window of the round.
     """
 
     SERVED = 1
@@ -64,6 +66,7 @@ class RecordKind(IntEnum):
     DROPPED = 4
     LEFT_OUT = 5
     RETURNED = 6
+    CARRIED = 7
 
 
 _KINDS = frozenset(RecordKind)
@@ -283,7 +286,7 @@ def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
         raise CorruptDataError(f"{path} does not start with the header of a ledger; the file is ignored")
     if int(format_number) not in _FORMATS:
         raise ConfigError(
-            f"{path} has format {int(format_number)}; this datasvc reads the formats {_FORMATS[0]} and {FORMAT}: use "
+            f"{path} has format {int(format_number)}; this datasvc reads the formats {_FORMATS[0]} to {FORMAT}: use "
             "a matching release"
         )
     body = body.rstrip()

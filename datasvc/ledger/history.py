@@ -19,6 +19,9 @@ positions again. Only the second time counts, because the weights of the first t
    cursor to its limit, the first cursor of the next attempt in the chain. All other positions do not count, because
    the weights trained on them were lost.
 
+A round of averaged weights that is continued without a lost replica begins an attempt at its start. What the other
+replicas had applied of it is in CARRIED records of that attempt; these positions count, and are not served again.
+
 The rules require what every launcher ensures: all ranks of an attempt exit before the next attempt starts to serve.
 """
 
@@ -84,7 +87,15 @@ class Attempt:
         # Any rank's header will do: if ranks differ in batch size, the audit reports a disagreement.
         header = next(iter(self.files.values())).header
         epoch, position = cursor
-        start = self.begin[1] if epoch == self.begin[0] else 0
+        # A round that was continued without a replica ends where it was planned to, with other ranks.
+        rounds = [
+            record.strided.stop
+            for file in self.files.values()
+            for record in file.records
+            if (record.kind, record.epoch, record.count) == (RecordKind.CARRIED, epoch, 0)
+            and record.strided.stop <= position
+        ]
+        start = max([self.begin[1] if epoch == self.begin[0] else 0, *rounds])
         global_batch_size = header.batch_size * self.world_size
         # A state is saved only between global batches, or at the end of an epoch, after a batch of any size.
         is_whole = position == header.num_samples or (position - start) % global_batch_size == 0

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.ledger.broken_rounds import PickedStep
 from datasvc.ledger.masked import NOTHING_MASKED, BatchMasks, Masked
-from datasvc.loaders.core.locations import LocatedStep, MixtureLocator, SplitLocator, locate_epoch
+from datasvc.loaders.core.locations import LocatedStep, MixtureLocator, SplitLocator, locate_epoch, locate_parts
 from datasvc.loaders.core.mixture import Mixture, label_maps, name_of, split_orders, splits_of, weighted_splits
 from datasvc.loaders.core.split_reader import Cursor, ShardPart, SplitReader
 from datasvc.order import OrderConfig, Step, Tail
@@ -213,12 +214,18 @@ class SampleBatches:
         """Mask these samples, and no others, in the batches that are read from now on."""
         self._masks = BatchMasks(masked)
 
-    def stream(self, cursor: Cursor) -> Iterator[SampleBatch | None]:
+    def stream(self, cursor: Cursor, picked: Sequence[PickedStep] = ()) -> Iterator[SampleBatch | None]:
         """Yield batches from `cursor` on, without end. An epoch must have a step, otherwise this loops forever.
 
-        A subclass yields None while it does not know the next batch.
+        A subclass yields None while it does not know the next batch. `picked`: batches before those at the cursor
+        after the last of them.
         """
         self._advance(cursor)
+        for step in picked:
+            part = (step.positions, np.ones(len(step.positions), np.bool_))
+            for located in locate_parts(self._locator, cursor.epoch, [step], [part]):
+                yield self._read(cursor.epoch, located)
+            cursor = Cursor(cursor.epoch, step.next_position)
         while True:
             for located in self._locate_from(cursor.epoch, cursor.position):
                 yield self._read(cursor.epoch, located)

@@ -17,6 +17,7 @@ from typing import Any
 from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
+from datasvc.ledger.broken_rounds import PickedStep
 from datasvc.ledger.leases import Leases, Round
 from datasvc.ledger.strided_range import StridedRange
 from datasvc.loaders.core.batches import SampleBatch, SampleBatches
@@ -157,8 +158,9 @@ class LeasedBatches(SampleBatches):
         super().__init__(*arguments, **options)
         self._rounds = rounds
 
-    def stream(self, cursor: Cursor) -> Iterator[SampleBatch | None]:
+    def stream(self, cursor: Cursor, picked: Sequence[PickedStep] = ()) -> Iterator[SampleBatch | None]:
         """Yield the batches of the known rounds from the loader's place on; None while no further round is known."""
+        assert not picked, "rounds with leases are not continued without a replica"
         self._advance(cursor)
         for found in self._rounds.steps():
             if found is None:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
+from datasvc.ledger.broken_rounds import PickedStep, Share
 from datasvc.ledger.file import (
     RECORD_BYTES,
     Header,
@@ -33,7 +34,7 @@ from datasvc.ledger.file import (
     list_files,
     read_header,
 )
-from datasvc.ledger.strided_range import contiguous, describe_positions, split_runs
+from datasvc.ledger.strided_range import StridedRange, contiguous, describe_positions, split_runs
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.leased_rounds import LeasedStep
 from datasvc.loaders.core.mixture import Mixture, splits_of
@@ -146,6 +147,10 @@ class Ledger:
             self._append(_masked_records(batch, bad))
         if isinstance(step, LeasedStep):
             ranges = [step.strided]
+        elif isinstance(step, PickedStep):
+            # At the end of its share a rank has passed the whole round.
+            passed = [StridedRange(step.before, step.after, 1, 0, 0)] if step.after > step.before else []
+            ranges = [*split_runs(batch.positions), *passed]
         else:
             samples = batch.positions if is_full else batch.positions[is_served]
             ranges = describe_positions(step.start, step.next_position, samples)
@@ -164,6 +169,14 @@ class Ledger:
                 for strided in split_runs(batch.positions[batch.mask])
             ]
         )
+
+    def write_carried(self, epoch: int, share: Share) -> None:
+        """Record what was applied of a broken round before, and the round itself. Raises the errors of `write`."""
+        self._open()
+        ranges = [StridedRange(share.start, share.stop, 1, 0, 0)]  # also a rank without samples leaves a file
+        if len(share.carried):
+            ranges += describe_positions(share.start, int(share.carried[-1]) + 1, share.carried)
+        self._append([LedgerRecord(RecordKind.CARRIED, epoch, strided, strided.size) for strided in ranges])
 
     def end_epoch(self, epoch: int, position: int) -> None:
         """Record that an epoch ends at `position` and drops its remaining samples. Raises the errors of `write`."""

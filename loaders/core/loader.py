@@ -17,6 +17,7 @@ from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
+from datasvc.ledger.broken_rounds import Share, ShareQueue
 from datasvc.ledger.masked import NOTHING_MASKED, Masked, masks_of, with_masks
 from datasvc.loaders.core.arguments import check_num_steps, check_sizes, choose_order
 from datasvc.loaders.core.batch import Batch
@@ -115,7 +116,7 @@ class Loader(PartReader[B], MisuseGuard):
         self.ranks = ranks = choose_data_ranks(ranks)
         self.profiler = StepProfiler()
         self._prefetch = prefetch
-        self._rounds: RoundQueue | None = None
+        self._rounds: RoundQueue | ShareQueue | None = None
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
         self._full_until = split.num_positions - self._global_batch + 1
@@ -271,12 +272,20 @@ class Loader(PartReader[B], MisuseGuard):
         """
         with self._thread_guard:
             self._discard()
-            self._rounds = RoundQueue(
-                self.split.num_positions, self.batch_size, self.ranks, self.tail, max_steps=max_steps
-            )
+            sizes = (self.split.num_positions, self.batch_size, self.ranks, self.tail)
+            self._rounds = queue = RoundQueue(*sizes, max_steps=max_steps)
             self._change_order(self.order, *self._open(self.order))
             self._begin(self._cursor)
-            return self._rounds
+            return queue
+
+    def read_share(self, share: Share) -> None:
+        """Read a share of the round that begins at the cursor, which stays there until its end, then what follows."""
+        with self._thread_guard:
+            self._discard()
+            self._open_ledger()
+            if self._ledger is not None:
+                self._ledger.write_carried(self._cursor.epoch, share)
+            self._rounds = ShareQueue(share, self.split.num_positions)
 
     def _move(self, cursor: Cursor) -> None:
         """Continue at a cursor, and drop the batches in progress, unless the loader is there already."""
@@ -392,7 +401,7 @@ class Loader(PartReader[B], MisuseGuard):
             self._cache,
             at_once=self._batches_at_once,
             rank=self.ranks.rank,
-            rounds=self._rounds,
+            rounds=self._rounds if isinstance(self._rounds, RoundQueue) else None,
             profiler=self.profiler,
             masked=self._masked,
             **self._columns,
@@ -468,7 +477,8 @@ class Loader(PartReader[B], MisuseGuard):
             with self.profiler.stage(Stage.START):
                 self._decoder = self._make_decoder()
         if self._stream is None:
-            self._stream = self._batches.stream(self._cursor)
+            picked = self._rounds.left if isinstance(self._rounds, ShareQueue) else ()
+            self._stream = self._batches.stream(self._cursor, tuple(picked))
         while self._num_decoding < num_batches:
             with self.profiler.stage(Stage.READ):
                 batch = next(self._stream)

@@ -146,7 +146,15 @@ def locate_steps(
     locator: SampleLocator, epoch: int, steps: Sequence[Step], *, rank: int, world_size: int
 ) -> Iterator[LocatedStep]:
     """Yield one rank's part of each of several consecutive steps. A single call locates the samples of all steps."""
-    parts = _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
+    return locate_parts(
+        locator, epoch, steps, _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
+    )
+
+
+def locate_parts(
+    locator: SampleLocator, epoch: int, steps: Sequence[Step], parts: Sequence[tuple[Integers, npt.NDArray[np.bool_]]]
+) -> Iterator[LocatedStep]:
+    """Yield given parts of steps: positions, and a mask that is False for padding. See `locate_steps`."""
     sizes = np.array([len(positions) for positions, _ in parts], np.int64)
     stops = np.cumsum(sizes)
     starts = stops - sizes

@@ -156,14 +156,14 @@ def test_a_damaged_header_leaves_the_file_out(path, place):
 
 
 def test_a_later_format_is_refused(path):
-    path.write_bytes(path.read_bytes().replace(b"datasvc-ledger 2 ", b"datasvc-ledger 3 ", 1))
-    with pytest.raises(ConfigError, match=r"has format 3; this datasvc reads the formats 1 and 2"):
+    path.write_bytes(path.read_bytes().replace(b"datasvc-ledger 3 ", b"datasvc-ledger 4 ", 1))
+    with pytest.raises(ConfigError, match=r"has format 4; this datasvc reads the formats 1 to 3"):
         list(read_ledger(path))
 
 
 def test_an_older_format_is_read(path):
     (written,) = read_ledger(path)
-    path.write_bytes(path.read_bytes().replace(b"datasvc-ledger 2 ", b"datasvc-ledger 1 ", 1))
+    path.write_bytes(path.read_bytes().replace(b"datasvc-ledger 3 ", b"datasvc-ledger 2 ", 1))
     (found,) = read_ledger(path)
     assert found == written
 

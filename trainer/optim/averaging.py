@@ -166,9 +166,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step, then the round that is due after it."""
         weights = _weights_of(self)
-        if self._outer is None and self.sync_policy.kind in ("easgd", "diloco"):
-            self._outer = self._new_outer()
-            self._outer_parameters = _averaged_parameters(self)
+        self._begin_outer()
         if self._outer is not None:
             self._check_parameters()
             self._outer.before_step(self.num_steps)
@@ -188,6 +186,11 @@ class _AveragingOptimizer(torch.optim.Optimizer):
                 self._replace_by_mean(weights, self._node)
         return loss
 
+    def _begin_outer(self) -> None:
+        if self._outer is None and self.sync_policy.kind in ("easgd", "diloco"):
+            self._outer = self._new_outer()
+            self._outer_parameters = _averaged_parameters(self)
+
     def lease_rounds(self, *, is_averaged: bool = False) -> None:
         """Let rounds end with `end_round` only: each rank makes as many steps in them as its lease has batches.
 
@@ -199,13 +202,14 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def end_round(self, *, weight: float, num_steps: int) -> None:
-        """Make a round of leases. Every rank calls this, after at least one step.
+        """Make a round of leases. Every rank calls this.
 
         Args:
             weight: share of this rank in the mean, times the number of ranks: 1 if all have equally many samples.
             num_steps: steps by which all ranks count this round, whatever number each has made: their mean.
         """
         assert self._is_leased, "call lease_rounds() first"
+        self._begin_outer()  # this rank may have made no step yet
         self.num_steps += num_steps
         weights = _weights_of(self)
         if self._outer is None:
@@ -213,6 +217,10 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         else:
             self._outer.make_round(self.num_steps, weights, weight=weight)
         self._has_ended_round = True
+
+    def end_leases(self) -> None:
+        """Let rounds end after the steps of the policy again. Call this after `end_round`."""
+        self._is_leased, self._has_ended_round = False, None
 
     # This attribute prevents profiling and user hooks by torch: the step() of the base class has them already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -306,12 +314,13 @@ class _AveragingOptimizer(torch.optim.Optimizer):
     def _replace_by_mean(
         self, tensors: list[Tensor], process_set: ProcessSet, *, weight: float = 1.0, text: str | None = None
     ) -> None:
+        sent = []
         for parts in _group(tensors):
             flat = pack(parts)
             if weight != 1:
                 flat.mul_(weight)
             flat.div_(process_set.size())
-            submit_allreduce(
+            handle = submit_allreduce(
                 [flat],
                 [flat],
                 name=f"{self._name}.mean",
@@ -320,7 +329,11 @@ class _AveragingOptimizer(torch.optim.Optimizer):
                 process_set=process_set,
                 layout=layout_of(parts),
                 round=text or self._round_text(),
-            ).wait()
+            )
+            handle.wait()
+            sent.append((flat, parts))
+        # If a rank is lost before all have arrived, the weights are those before the round.
+        for flat, parts in sent:
             unpack(flat, parts)
 
     def _mix(self, weights: list[Tensor]) -> None:

@@ -79,6 +79,16 @@ class SyncPolicy:
         """Return whether all ranks average after this step; steps count from 1."""
         return step <= self.warmup_steps or (step - self.warmup_steps) % self.round_steps == 0
 
+    def round_at(self, step: int) -> range:
+        """Return the steps after which a round of all ranks has not ended, if it began before `step + 1`.
+
+        The round begins after the first of them, and ends with the step that has the number of its `stop`.
+        """
+        if step < self.warmup_steps:
+            return range(step, step + 1)
+        start = step - (step - self.warmup_steps) % self.round_steps
+        return range(start, start + self.round_steps)
+
     def starts_round(self, step: int) -> bool:
         """Return whether the round that ends `delay` steps later starts after this step."""
         return self.is_round(step + self.delay)

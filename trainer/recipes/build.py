@@ -10,6 +10,7 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
+from datasvc.ledger.broken_rounds import RoundPart
 from datasvc.models import Architecture, describe_architecture
 from datasvc.models.provenance.forgetting import RepeatedSteps
 from datasvc.planning.layout import Layout, check_layout, plan_layout
@@ -25,6 +26,7 @@ from datasvc.trainer.recipes.layouts.divided_model import (
 )
 from datasvc.trainer.recipes.layouts.optimizer import AveragingLayoutOptimizer, LayoutOptimizer, ZeroOptimizer
 from datasvc.trainer.recipes.layouts.shard import offload_activations, recompute_activations
+from datasvc.trainer.recipes.optimizers.catch_up import CatchUp, begin_catch_up
 from datasvc.trainer.recipes.optimizers.foreach_optimizer import LAMB, LARS, RMSpropSGD
 from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
@@ -328,14 +330,25 @@ def build_optimizer(
     return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov, foreach=foreach)
 
 
-def build_rounds(run: Run, repeated: Sequence[RepeatedSteps]) -> LeasedRounds | None:
-    """Return the rounds of a run with the setting `leases`, which has loaded its state; None without it.
+def build_rounds(
+    run: Run, repeated: Sequence[RepeatedSteps], part: RoundPart | None = None
+) -> LeasedRounds | CatchUp | None:
+    """Return the rounds of a run with the setting `leases`, which has loaded its state, or the rest of a broken one.
 
-    Every rank must call this, at the same position. `repeated` are steps to take again, with their leases.
+    Every rank must call this, at the same position. Without either the result is None.
+
+    Args:
+        run: the run.
+        repeated: steps to take again, with their leases.
+        part: what the replica of this rank has applied of a round in which another was lost; None: there is no such.
     """
     policy = run.config.parse_sync()
-    if run.config.leases is None or policy is None:
+    if policy is None:
         return None
+    steps = policy.round_at(run.optimizer.num_steps)
+    run.first_round_step = steps.start if run.optimizer.num_steps == steps.start else steps.stop
+    if run.config.leases is None:
+        return None if part is None else begin_catch_up(run, part)
     return LeasedRounds(
         run.optimizer,
         run.loader,

@@ -39,6 +39,7 @@ from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.shard import to_local
 from datasvc.trainer.recipes.mean_weights import compute_mean_weights, own_weights
 from datasvc.trainer.recipes.model_check import MODEL_SIZES, check_sizes, describe_misfit, describe_whole_model
+from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG
 from datasvc.trainer.recipes.run import Run
@@ -111,7 +112,7 @@ def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
         "ema": average,
         "early_stop": run.stop.state_dict(),
         "loader": run.loader.state_dict(),
-        "leases": None if run.rounds is None else run.rounds.state_dict(),
+        "leases": run.rounds.state_dict() if isinstance(run.rounds, LeasedRounds) else None,
         "log_ids": {RUN_LOG: run.log_ids[RUN_LOG]} if RUN_LOG in run.log_ids else {},  # that of rank 0 is stored
     }
     tournament = getattr(run.optimizer, "tournament", None)

@@ -3,8 +3,9 @@
 A *round* is the time between two changes of the ranks of a job. At the start of each round, every rank builds a new
 run and loads the copy into it. The hooks, connections and prefetched batches of the round before are discarded.
 
-When a rank is lost, the others copy the end of their last whole step, so that no step is repeated. The copies that
-they make at regular steps are for runs and moments in which there is no such end, see `step_end`.
+When a rank is lost, the others copy the end of their last whole step, so that no step is repeated; replicas that
+average weights every few steps are at different steps then, and end their round together, see `catch_up`. The copies
+that they make at regular steps are for runs and moments in which there is no such end, see `step_end`.
 
 If a layout divides the model, a rank copies its part of it, and a rank that has another part in the next round gets
 that from a rank that has a copy of it; see `places`.
@@ -25,6 +26,7 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.errors import DatasvcError
+from datasvc.ledger.broken_rounds import RoundPart
 from datasvc.loaders.core.mixture import splits_of
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.elastic.state import State
@@ -34,9 +36,20 @@ from datasvc.trainer.optim.broadcast_state import allgather_object, broadcast_ob
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import load_optimizer, report_commits
 from datasvc.trainer.recipes.choose_layout import read_layout
-from datasvc.trainer.recipes.layouts.places import Place, StateCopy, TransferPlan, find_places, plan_transfers
+from datasvc.trainer.recipes.layouts.places import (
+    AFTER_EPOCH,
+    AT_STEP,
+    IN_ROUND,
+    Commit,
+    Place,
+    StateCopy,
+    TransferPlan,
+    find_places,
+    plan_transfers,
+)
 from datasvc.trainer.recipes.layouts.shard import from_local, to_local
 from datasvc.trainer.recipes.layouts.step_end import StepEnd, keeps_step_ends
+from datasvc.trainer.recipes.optimizers.catch_up import RoundCopy, find_round
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -46,7 +59,7 @@ from datasvc.trainer.rendezvous.rendezvous import current_rendezvous
 _LOG = logging.getLogger(__name__)
 
 # Attributes of a snapshot that differ between the ranks; the others are sent from one rank to all.
-_OF_PLACE = ("place", "model", "average_statistics", "optimizer", "average")
+_OF_PLACE = ("place", "model", "average_statistics", "optimizer", "average", "round_part")
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ class Snapshot:
 
     Attributes:
         commit: round of the ranks in which it was made or last sent, step, and whether the epoch or the run ends
-            with that step, and its evaluation is done.
+            with that step, and its evaluation is done; see `StateCopy`.
         place: place of the rank in the layout.
         data_versions: version of each data set, such as "digits@1".
         parent: version that the next checkpoint continues; None: none.
@@ -73,9 +86,11 @@ class Snapshot:
         loader: position of the job, from which the learning rate's schedule follows too.
         reading: samples consumed so far; see `ConsumptionTracker`.
         log_ids: ids of the run log and of the trackers' runs, see `Run`.
+        round_part: what the replica has applied since the step, in a round of averaged weights that is to be ended:
+            model and optimizer have learned from it, and all else is of the start of the round. None: nothing.
     """
 
-    commit: tuple[int, int, bool]
+    commit: Commit
     place: Place
     data_versions: list[str]
     parent: str | None
@@ -90,11 +105,17 @@ class Snapshot:
     loader: Mapping[str, Any]
     reading: Mapping[str, Any]
     log_ids: dict[str, str]
+    round_part: RoundPart | None = None
 
     @property
     def ends_epoch(self) -> bool:
         """Whether the epoch or the run ends with the step, and its evaluation is done."""
-        return self.commit[2]
+        return self.commit[2] == AFTER_EPOCH
+
+    @property
+    def as_copy(self) -> StateCopy:
+        """What other ranks need to know of it."""
+        return StateCopy(self.commit, self.place, 0 if self.round_part is None else len(self.round_part.applied))
 
 
 class ElasticMemory(State):
@@ -167,14 +188,16 @@ class ElasticMemory(State):
         """Copy the state after the last step, unless the newest copy is of that step."""
         if self._step_end is None or not self._step_end.go_back():
             return
-        newest = self.snapshot
-        if newest is not None and newest.commit[:2] == (_round_number(), run.step):
+        newest, in_round = self.snapshot, find_round(run) if run.config.averages_weights else None
+        if newest is not None and newest.commit[:2] == (_round_number(), run.step) and not run.is_updating:
             # A save that was on the way has committed since.
             self.snapshot = dataclasses.replace(newest, parent=parent_of(run))
             return
+        if run.config.averages_weights and in_round is None and (run.is_updating or not run.optimizer.is_averaged):
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the gradients of the lost step are no loss
-            snapshot = take_snapshot(run)
+            snapshot = take_snapshot(run, in_round=in_round)
         self._older = self._older if newest is None else [newest, *self._older]
         self.snapshot = snapshot
         self.num_commits += 1  # this round has made progress
@@ -216,8 +239,7 @@ class ElasticMemory(State):
         layout = read_layout(self._config, hvd.size())
         places = find_places(layout, has_own_steps=self._config.averages_weights)
         own = [*([] if self.snapshot is None else [self.snapshot]), *self._older]
-        copies = [StateCopy(copy.commit, copy.place) for copy in own]
-        of_ranks = allgather_object((copies, self.has_saved), name="elastic.copies")
+        of_ranks = allgather_object(([copy.as_copy for copy in own], self.has_saved), name="elastic.copies")
         self.has_saved = any(has_saved for _, has_saved in of_ranks)
         plan = plan_transfers([copies for copies, _ in of_ranks], places)
         self.lost_parts = plan.missing
@@ -228,7 +250,7 @@ class ElasticMemory(State):
         # A rank can be lost before all have their parts. Therefore the own copies stay, and the new one, whose place
         # has a number of this round, is another commit. Copies that spare ranks keep are older than it.
         snapshot = _exchange(copy, plan)
-        commit = (_round_number(), snapshot.step, snapshot.ends_epoch)
+        commit = (_round_number(), snapshot.step, snapshot.commit[2])
         self.snapshot = dataclasses.replace(snapshot, commit=commit, place=places[hvd.rank()])
         self._older = [copy for copy in own if copy.commit >= plan.commit]
 
@@ -286,15 +308,18 @@ def parent_of(run: Run) -> str | None:
     return run.parent if newest is None else str(newest)
 
 
-def take_snapshot(run: Run, *, ends_epoch: bool = False) -> Snapshot:
-    """Return a copy of the state of a run, in host memory; for `ends_epoch`, see `Snapshot.commit`."""
+def take_snapshot(run: Run, *, ends_epoch: bool = False, in_round: RoundCopy | None = None) -> Snapshot:
+    """Return a copy of the state of a run, in host memory; for `ends_epoch`, see `Snapshot.commit`.
+
+    `in_round`: the round that is to be ended, if replicas average weights and one was lost in it.
+    """
     optimizer = copy_to_host(run.optimizer.state_dict())
     if "compression" in optimizer:
         # Ranks change between rounds, so only the process may identify whose residuals these are. If the number of
         # the rank did too, one residual could be applied on two ranks.
         optimizer["compression"]["rank"] = None
-    return Snapshot(
-        commit=(_round_number(), run.step, ends_epoch),
+    snapshot = Snapshot(
+        commit=(_round_number(), run.step, AFTER_EPOCH if ends_epoch else AT_STEP),
         place=find_places(run.layout, has_own_steps=run.config.averages_weights)[hvd.rank()],
         data_versions=[split.dataset for split in splits_of(run.loader.split)],
         parent=parent_of(run),
@@ -309,6 +334,18 @@ def take_snapshot(run: Run, *, ends_epoch: bool = False) -> Snapshot:
         loader=run.loader.state_dict(),
         reading=run.reading.state_dict(),
         log_ids=dict(run.log_ids),
+    )
+    if in_round is None:
+        return snapshot
+    part = in_round.part
+    return dataclasses.replace(
+        snapshot,
+        commit=(_round_number(), in_round.step, IN_ROUND),
+        step=in_round.step,
+        optimizer=in_round.rewind(snapshot.optimizer),
+        loader={**snapshot.loader, "epoch": part.epoch, "position": part.start},
+        reading=run.reading.state_dict((part.epoch, part.start)),
+        round_part=part,
     )
 
 

@@ -17,6 +17,7 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.models import CheckpointManager, ConsumptionTracker, Execution, SaveHandle
 from datasvc.node.ranks import RankNodes
 from datasvc.repository.logs.references import choose_metric_mode
+from datasvc.trainer.recipes.optimizers.catch_up import CatchUp
 from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.reporting.events import EventSink
@@ -55,7 +56,8 @@ class Run(Learner):
         not_finite_since: step after which the loss or the weights were found not to be finite; None: they are.
         has_saved: whether this process has begun a checkpoint of the run.
         execution: how the job computes the steps; None: as its layout and settings say.
-        rounds: rounds with leases; None without these.
+        rounds: rounds with leases, or the rest of a round in which a replica was lost; None in other steps.
+        first_round_step: steps of the optimizer from which on this run has all of a round of averaged weights.
         saved_leases: state of these in the checkpoint that the run continues.
     """
 
@@ -83,7 +85,8 @@ class Run(Learner):
     not_finite_since: int | None = None
     has_saved: bool = False
     execution: Execution | None = None
-    rounds: LeasedRounds | None = None
+    rounds: LeasedRounds | CatchUp | None = None
+    first_round_step: int = 0
     saved_leases: dict[str, Any] = field(default_factory=dict)
 
     @property

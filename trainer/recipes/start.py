@@ -208,7 +208,8 @@ def _load_state(
         run.reading.load_state_dict(checkpoint.entry["data"][0])
     if snapshot is not None:
         run.reading.load_state_dict(snapshot.reading)
-    run.rounds = build_rounds(run, () if forget is None else forget.repeated)
+    part = None if snapshot is None else snapshot.round_part
+    run.rounds = build_rounds(run, () if forget is None else forget.repeated, part)
 
 
 def serve_metrics(config: TrainConfig, loaders: Mapping[str, Loader[Any] | None]) -> Callable[[], None]:

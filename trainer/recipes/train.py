@@ -27,6 +27,7 @@ from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost
 from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks, watching_round
 from datasvc.trainer.recipes.mean_weights import using_mean_weights
 from datasvc.trainer.recipes.model_check import has_finite_state
+from datasvc.trainer.recipes.optimizers.catch_up import CatchUp
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.rank_check import check_job
 from datasvc.trainer.recipes.reporting.events import choose_events
@@ -155,9 +156,9 @@ def train_elastically(config: TrainConfig, events: LoggedEvents, forget: ForgetP
             if memory.lost_parts and hvd.rank() == 0:
                 events.report("state_lost", parts=list(memory.lost_parts), step=run.step, version=run.version)
             replicas = hvd.size() // count_replica_ranks(config)
-            events.report(
-                "round", rank=hvd.rank(), size=hvd.size(), replicas=replicas, step=run.step, sync_s=memory.sync_s
-            )
+            facts = {"kept_samples": run.rounds.num_applied} if isinstance(run.rounds, CatchUp) else {}
+            place = {"rank": hvd.rank(), "size": hvd.size(), "replicas": replicas}
+            events.report("round", **place, step=run.step, sync_s=memory.sync_s, **facts)
             with memory.holding(run):
                 if memory.snapshot is not None and run.is_over:
                     # A rank was lost during the last evaluation, or while the last checkpoint was written. A second
@@ -214,7 +215,10 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             was_choosing = is_choosing_buckets(run)
             is_report_due = (run.step + 1) % run.config.report_every == 0
             run.shares_loss = is_report_due and run.rounds is None
-            loss = update(run, batch, timer.begin_parts(run.step))
+            if run.rounds is not None and not len(batch.positions):
+                loss = torch.zeros((), device=run.device)  # nothing of a round is left for this rank
+            else:
+                loss = update(run, batch, timer.begin_parts(run.step))
             if run.task.losses:
                 # The first step of a pipeline computes a loss more beforehand, to find its shapes.
                 run.loader.record(batch, torch.cat(run.task.losses)[-len(batch.positions) :])
@@ -232,13 +236,17 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                 loss, start_step, run.step = shared_loss, run.rounds.start_step, run.rounds.step
                 is_report_due = has_passed(run.config.report_every, start_step, run.step)
             report_round(run)
+            ended = run.rounds
+            if ended is not None and ended.is_last:
+                run.rounds = None
             if was_choosing and not is_choosing_buckets(run):
                 report_buckets(run)
             # Reading the loss waits for the device. All ranks read it, so that no rank runs ahead of rank 0.
             shown_loss = float(loss) if is_report_due else None
             timer.end_step()
             if shown_loss is not None:
-                report_step(run, epoch=batch.epoch, loss=shown_loss, rate=rate)
+                samples = None if ended is None else ended.samples_per_step
+                report_step(run, epoch=batch.epoch, loss=shown_loss, rate=rate, samples=samples)
                 if not math.isfinite(shown_loss):
                     report_not_finite(run, shown_loss)
             run.recorder.compare_ranks(run.step, now=has_passed(STEPS_PER_COMPARISON, start_step, run.step))
@@ -397,14 +405,16 @@ def report_round(run: Run) -> None:
         run.events.report("tournament", **{**tournament.rounds[-1], "step": run.step})
 
 
-def report_step(run: Run, *, epoch: int, loss: float, rate: float) -> None:
+def report_step(run: Run, *, epoch: int, loss: float, rate: float, samples: float | None = None) -> None:
     """Report from rank 0: loss and learning rate of the step, and the mean times of the steps since the last report.
+
+    `samples` are those of all ranks for each step of this rank; None: the global batch.
 
     The loss is that of the global batch; the times are those of rank 0, for which all ranks wait in each step.
     """
+    samples = round(samples or run.batches.global_batch)
     times_s = run.recorder.timer.take()  # on every rank, because the call restarts the means
     step_s, wait_s = times_s["step_s"], times_s["wait_s"]
-    samples = run.batches.global_batch if run.rounds is None else round(run.rounds.samples_per_step)
     progress = run.loader.progress
     curves = {"loss": loss, "rate": rate, f"{run.task.unit}_per_s": samples / step_s}
     # At the end of an epoch, samples that do not fill a batch may be left, and the epoch is over all the same.

@@ -204,12 +204,18 @@ class ConsumptionTracker:
             self._spans += [last] if last.start < last.stop else []
             self._start, self._step, self._leases = last.stop, step, leases
 
-    def state_dict(self) -> dict[str, Any]:
+    def end_broken_round(self, *, step: int, global_batch: int, ranks: int) -> None:
+        """Record that the batches up to here, after `step` optimizer steps, were planned with other numbers."""
+        span = replace(self._span(cursor_of(self._loader.state_dict())), global_batch=global_batch, ranks=ranks)
+        self._spans.append(span)
+        self._start, self._step = span.stop, step
+
+    def state_dict(self, stop: Cursor | None = None) -> dict[str, Any]:
         """Return the data consumed so far as JSON values, for a process that takes over the current weights.
 
-        Raises ConfigError: see `use`.
+        `stop`: return what was consumed up to there. Raises ConfigError: see `use`.
         """
-        spans = self._all_spans(cursor_of(self._loader.state_dict()))
+        spans = self._all_spans(stop or cursor_of(self._loader.state_dict()))
         return {"run": self._run, "spans": [span.to_dict() for span in spans]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -21,6 +21,15 @@ def test_rounds_are_every_few_steps_and_in_each_step_of_a_warm_up():
     assert rounds("tournament:8:samples=9,perturb=1.2") == [8, 16]
 
 
+@pytest.mark.parametrize("text", ["local:4", "postlocal:5:3", "diloco:1"])
+def test_a_step_is_in_the_round_that_ends_next(text):
+    policy = parse_sync(text)
+    ends = [0, *(step for step in range(1, 40) if policy.is_round(step))]
+    for done in range(30):
+        steps = policy.round_at(done)
+        assert (steps.start, steps.stop) == (max(e for e in ends if e <= done), min(e for e in ends if e > done))
+
+
 def test_a_round_of_a_node_is_no_round_of_all_ranks():
     policy = parse_sync("hierarchical:2,8")
     assert [step for step in range(1, 17) if policy.is_round(step)] == [8, 16]

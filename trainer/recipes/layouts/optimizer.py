@@ -131,6 +131,7 @@ class AveragingLayoutOptimizer(LayoutOptimizer):
     num_steps = property(attrgetter("_optimizer.num_steps"))
     lease_rounds = property(attrgetter("_optimizer.lease_rounds"))
     end_round = property(attrgetter("_optimizer.end_round"))
+    end_leases = property(attrgetter("_optimizer.end_leases"))
     tournament = None  # only ranks with the whole model play one
 
     def state_dict(self) -> dict[str, Any]:

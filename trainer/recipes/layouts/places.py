@@ -14,6 +14,9 @@ from datasvc.planning.layout import Layout, plan_layout
 # Axes that divide the model. Ranks that differ only in others have equal parts, after a commit also of two replicas.
 _PART_AXES = ("pipeline", "shard", "context", "tensor")
 
+Commit = tuple[int, int, int]
+AT_STEP, AFTER_EPOCH, IN_ROUND = range(3)  # a later one is newer
+
 
 @dataclass(frozen=True)
 class Place:
@@ -33,12 +36,15 @@ class StateCopy:
     """A copy of the state of a place at a commit, that a rank has in memory.
 
     Attributes:
-        commit: round of the ranks, step, and whether the end of an epoch is done. Copies of one commit have equal
-            weights, and parts of one state.
+        commit: round of the ranks, step, and what the copy has besides: one of `AT_STEP`, `AFTER_EPOCH`, `IN_ROUND`.
+            Copies of one commit have equal weights, and parts of one state. `IN_ROUND` only those of one replica do.
+        place: the place.
+        num_applied: samples that the replica has applied since then, if `IN_ROUND`.
     """
 
-    commit: tuple[int, int, bool]
+    commit: Commit
     place: Place
+    num_applied: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class TransferPlan:
         missing: parts of which no rank has a copy of the newest commit, if `commit` is None.
     """
 
-    commit: tuple[int, int, bool] | None
+    commit: Commit | None
     sources: tuple[int, ...] = ()
     keeps_moments: bool = True
     missing: tuple[int, ...] = ()
@@ -85,16 +91,33 @@ def plan_transfers(copies: Sequence[Sequence[StateCopy]], places: Sequence[Place
     parts = {place.part for place in places}
     commits = sorted({copy.commit for of_rank in copies for copy in of_rank}, reverse=True)
     for commit in commits:
-        held = [next((copy.place for copy in of_rank if copy.commit == commit), None) for of_rank in copies]
+        found = [next((copy for copy in of_rank if copy.commit == commit), None) for of_rank in copies]
+        if commit[2] == IN_ROUND:
+            found = _keep_whole_replicas(found, len(places) // (max(place.replica for place in places) + 1))
+        held = [None if copy is None else copy.place for copy in found]
         if {place.part for place in held if place is not None} >= parts:
             return _plan_from(commit, held, places)
     if not commits:
         return TransferPlan(None)
-    found = {copy.place.part for of_rank in copies for copy in of_rank if copy.commit == commits[0]}
-    return TransferPlan(None, missing=tuple(sorted(parts - found)))
+    left = {copy.place.part for of_rank in copies for copy in of_rank if copy.commit == commits[0]}
+    return TransferPlan(None, missing=tuple(sorted(parts - left)))
 
 
-def _plan_from(commit: tuple[int, int, bool], held: Sequence[Place | None], places: Sequence[Place]) -> TransferPlan:
+def _keep_whole_replicas(found: Sequence[StateCopy | None], num_ranks: int) -> list[StateCopy | None]:
+    """Return copies of a round without those of replicas that have lost a rank, or whose ranks differ by a step."""
+    members: dict[int, list[StateCopy]] = {}
+    for copy in found:
+        if copy is not None:
+            members.setdefault(copy.place.replica, []).append(copy)
+    whole = {
+        replica
+        for replica, copies in members.items()
+        if len(copies) == num_ranks and len({copy.num_applied for copy in copies}) == 1
+    }
+    return [copy if copy is not None and copy.place.replica in whole else None for copy in found]
+
+
+def _plan_from(commit: Commit, held: Sequence[Place | None], places: Sequence[Place]) -> TransferPlan:
     # The first rank with each part of each former replica.
     holders: dict[int, dict[int, int]] = {}
     for rank, place in enumerate(held):

@@ -48,6 +48,8 @@ class LeasedRounds:
         samples_per_step: samples of the last round, of all ranks, for each step of this rank.
     """
 
+    is_last = False
+
     def __init__(
         self,
         optimizer: Any,

@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes.layouts.places import Place, StateCopy, TransferPlan, find_places, plan_transfers
+from datasvc.trainer.recipes.layouts.places import (
+    IN_ROUND,
+    Place,
+    StateCopy,
+    TransferPlan,
+    find_places,
+    plan_transfers,
+)
 from tests.examples import examples
 
 OLD, NEW = (1, 4, False), (1, 8, False)
@@ -72,6 +79,25 @@ def test_after_a_loss_the_ranks_take_the_last_step_that_one_has_of_each_part():
     assert plan((0, 7, False), (1, None, False)) == TransferPlan(OLD, (0, 1))
     # After the evaluation at the end of an epoch, the weights are those of its last step.
     assert plan((0, 8, False), (0, 8, True)) == TransferPlan((1, 8, True), (1, 1))
+
+
+def test_a_round_is_continued_by_replicas_that_are_whole_and_others_take_over_the_first():
+    commit = (1, 8, IN_ROUND)
+
+    def after(*ranks):
+        return [
+            () if rank is None else (StateCopy(commit, Place(*rank[:2]), rank[2]), StateCopy(NEW, Place(*rank[:2])))
+            for rank in ranks
+        ]
+
+    # The second replica has lost a rank.
+    copies = after((0, 0, 4), (0, 1, 4), (2, 0, 6), (2, 1, 6), (1, 1, 4), None)
+    assert plan_transfers(copies, pairs(3)) == TransferPlan(commit, (0, 1, 2, 3, 0, 1))
+    # The ranks of the first one differ by a step, so its weights are of no step.
+    copies = after((0, 0, 4), (0, 1, 6), (2, 0, 6), (2, 1, 6))
+    assert plan_transfers(copies, pairs(2)) == TransferPlan(commit, (2, 3, 2, 3))
+    # No replica is whole: all go back to the last copy.
+    assert plan_transfers(after((0, 0, 4), (0, 1, 6), (2, 0, 6), None), pairs(2)).commit == NEW
 
 
 def test_a_part_that_nobody_has_is_named_and_a_job_that_begins_misses_none():

@@ -160,7 +160,8 @@ class RankSettings(SettingGroup):
             --min-num-proc`; see docs/how-to/elastic.md.
         commit_every: for an elastic run: steps between copies of the state to host memory. At a copy, ranks may join
             and leave. After a failure that leaves no rank with a whole state, the remaining ranks repeat the steps
-            since the newest copy; so they do with --sync, a --compression with residuals, and NCCL.
+            since the newest copy; so they do with a --compression with residuals, NCCL, and some
+            rounds of --sync.
     """
 
     title: ClassVar[str] = "ranks"

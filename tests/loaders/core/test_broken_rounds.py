@@ -1,0 +1,193 @@
+"""Rounds in which replicas are lost: the others end them, and learn from each sample once; the ledger proves it."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.ledger.audit import audit
+from datasvc.ledger.audit_text import describe_counts
+from datasvc.ledger.broken_rounds import RoundPart, Share, plan_catch_up
+from datasvc.ledger.file import read_ledger
+from datasvc.loaders.core.mixture import Mixture
+from datasvc.order import OrderConfig
+from datasvc.repository import Repository
+from datasvc.shards import open_dataset
+from tests.examples import examples
+from tests.loaders.echo import EchoLoader, write_numbers
+
+SIZES = [5, 1, 9, 3, 12, 2, 8, 20]
+ORDERS = [OrderConfig(seed=1), OrderConfig(1, None), OrderConfig(1, "windowed", 2, 8)]
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    repository = Repository.create(str(tmp_path_factory.mktemp("numbers") / "repo"))
+    write_numbers(repository, SIZES)
+    return open_dataset(repository, "numbers")["train"]
+
+
+class Replicas:
+    """The replicas of an attempt in one process, each at its own pace; their weights are the batches they have had.
+
+    Attributes:
+        weights: of each replica, the positions of the round that its weights have learned from, each with the number
+            of the update.
+    """
+
+    num_updates = 0
+
+    def __init__(self, samples, num_replicas, per_replica, start, **options):
+        self.per_replica = per_replica
+        self.loaders = [
+            EchoLoader(samples, rank=rank, world_size=num_replicas * per_replica, **options)
+            for rank in range(num_replicas * per_replica)
+        ]
+        for loader in self.loaders:
+            loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": start})
+        self.streams = [iter(loader) for loader in self.loaders]
+        self.weights = [set() for _ in range(num_replicas)]
+
+    def step(self, replica):
+        for stream in self.streams[replica * self.per_replica :][: self.per_replica]:
+            Replicas.num_updates += 1
+            self.weights[replica] |= {(int(position), Replicas.num_updates) for position in next(stream).positions}
+
+    def positions(self, replica):
+        return np.array(sorted(position for position, _ in self.weights[replica]), np.int64)
+
+
+@examples(100)
+@given(data=st.data())
+def test_each_sample_is_learned_from_once_whatever_replicas_are_lost_in_a_round_and_its_rest(
+    split, tmp_path_factory, data
+):
+    ledger = tmp_path_factory.mktemp("ledger")
+    samples = data.draw(st.sampled_from([split, Mixture([(split, 1)], epoch_samples=57, block=8)]))
+    options = {"order": data.draw(st.sampled_from(ORDERS)), "tail": "drop", "ledger": ledger}
+    lanes = 1 if isinstance(samples, Mixture) else options["order"].lanes
+    per_replica, start, broken = data.draw(st.integers(1, 2)), 0, None
+    num_losses = data.draw(st.integers(0, 4))
+    while True:
+        num_replicas, batch_size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+        job = Replicas(samples, num_replicas, per_replica, start, batch_size=batch_size, **options)
+        if broken is not None:
+            part, left = broken
+            # Some replicas are left, and others are new and take over the weights of one that is.
+            stay = data.draw(st.permutations(range(len(left))))[: data.draw(st.integers(1, num_replicas))]
+            job.weights = [set(left[stay[number if number < len(stay) else 0]]) for number in range(num_replicas)]
+            parts = [RoundPart(**{**vars(part), "applied": job.positions(number)}) for number in range(num_replicas)]
+            plan = plan_catch_up(parts, batch_size=batch_size, ranks_per_replica=per_replica)
+            for loader, share in zip(job.loaders, plan.shares, strict=True):
+                loader.read_share(share)
+            num_batches = [len(share.batches) for share in plan.shares[::per_replica]]
+            is_broken = num_losses > 0 and data.draw(st.booleans())
+            num_losses -= is_broken
+            for replica, most in enumerate(num_batches):
+                for _ in range(data.draw(st.integers(0, most)) if is_broken else most):
+                    assert 0 <= job.loaders[0].progress * samples.num_positions - start <= part.stop - part.start
+                    job.step(replica)
+            if is_broken:
+                broken = part, job.weights
+                continue
+            check_learned_once(job, part)
+            assert sum(plan.samples) == part.stop - part.start
+            assert {loader.cursor for loader in job.loaders} == {(0, part.stop)}
+            start, broken = part.stop, None
+        global_batch, has_begun = batch_size * num_replicas * per_replica, False
+        while (num_steps := data.draw(st.integers(1, 4))) * global_batch <= samples.num_positions - start:
+            part = RoundPart(0, start, num_steps, global_batch, num_replicas * per_replica, np.empty(0, np.int64))
+            job.weights = [set() for _ in range(num_replicas)]
+            is_broken = num_losses > 0 and data.draw(st.booleans())
+            num_losses -= is_broken
+            for replica in range(num_replicas):
+                # A rank without a batch leaves no file, which `history` cannot tell from a restart.
+                for _ in range(data.draw(st.integers(not has_begun, num_steps)) if is_broken else num_steps):
+                    job.step(replica)
+            if is_broken:
+                for replica, weights in enumerate(job.weights):
+                    ranks = range(replica * per_replica, (replica + 1) * per_replica)
+                    found = part.with_steps(len(weights) // (batch_size * per_replica), ranks, lanes=lanes)
+                    assert found.applied.tolist() == job.positions(replica).tolist()
+                broken = part, job.weights
+                break
+            check_learned_once(job, part)
+            start, has_begun = part.stop, True
+        if broken is None:
+            break
+    for stream in job.streams:
+        list(stream)
+    result = audit([list(read_ledger(ledger))])
+    assert result.is_proven, (result.disagreements, result.epochs)
+
+
+def check_learned_once(job, part):
+    """No update of a position is lost, and none was repeated; weights that were copied have the same updates."""
+    updates = set().union(*job.weights)
+    assert Counter(position for position, _ in updates) == Counter(range(part.start, part.stop))
+
+
+def test_shares_are_equal_and_steps_few():
+    part = RoundPart(0, 8, 5, 12, 6, np.empty(0, np.int64))
+    parts = [part.with_steps(num, range(2 * number, 2 * number + 2)) for number, num in ((0, 3), (2, 4))]
+    plan = plan_catch_up(parts, batch_size=3, ranks_per_replica=2)
+    # 60 samples, of which 12 and 16 were applied: 16 for each replica, 8 for each rank.
+    assert [[len(batch) for batch in share.batches] for share in plan.shares] == [[3, 3, 2]] * 4
+    assert (plan.samples, plan.shares[0].num_applied) == ([28, 32], 28)
+    assert [len(share.carried) for share in plan.shares] == [12, 0, 16, 0]
+
+
+def test_a_rank_for_which_nothing_is_left_has_a_batch_without_samples(split):
+    part = RoundPart(0, 0, 1, 3, 3, np.array([0, 1]))
+    plan = plan_catch_up([part] * 3, batch_size=1, ranks_per_replica=1)
+    assert [[batch.tolist() for batch in share.batches] for share in plan.shares] == [[[2]], [[]], [[]]]
+    loader = EchoLoader(split, batch_size=1, rank=2, world_size=3)
+    loader.read_share(plan.shares[2])
+    batches = iter(loader)
+    assert (len(next(batches).positions), loader.cursor, next(batches).positions.tolist()) == (0, (0, 3), [5])
+
+
+def test_what_is_carried_over_must_have_been_served_and_keeps_its_masks(split, tmp_path):
+    def read(folder, carried):
+        first, second = (
+            EchoLoader(split, batch_size=4, rank=0, world_size=1, order=ORDERS[1], tail="drop", ledger=folder)
+            for _ in range(2)
+        )
+        for _, _batch in zip(range(2), first, strict=False):
+            pass
+        second.read_share(Share(0, 12, np.arange(carried), [np.arange(carried, 12)], carried))
+        list(second)
+        return audit([list(read_ledger(folder))])
+
+    result = read(tmp_path / "served", 8)
+    assert result.is_proven
+    assert (result.epochs[0].carried, result.epochs[0].again) == (8, 0)
+    assert "8 were served before a replica was lost, and the others continued their weights" in describe_counts(
+        result.epochs[0]
+    )
+    invented = read(tmp_path / "invented", 10)
+    assert not invented.is_proven
+    assert invented.disagreements == ["epoch 0 carries 2 samples over that no file has served"]
+
+
+def test_a_restart_at_the_end_of_a_round_that_other_numbers_of_samples_ended_continues_those(split, tmp_path):
+    """Rank 1 of two has its part of two steps of 6, then the rest with batches of at most 5, and ends its process."""
+
+    def open_loader(rank, world_size, batch_size, position):
+        options = {"order": ORDERS[1], "tail": "drop", "ledger": tmp_path}
+        loader = EchoLoader(split, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        loader.load_state_dict({**loader.state_dict(), "position": position})
+        return loader, iter(loader)
+
+    (lost, lost_batches), (left, left_batches) = (open_loader(rank, 2, 3, 0) for rank in range(2))
+    next(lost_batches)
+    part = RoundPart(0, 0, 2, 6, 2, np.concatenate([next(left_batches).positions for _ in range(2)]))
+    assert (lost.cursor, left.cursor, part.applied.tolist()) == ((0, 6), (0, 12), [3, 4, 5, 9, 10, 11])
+    alone, batches = open_loader(0, 1, 5, 0)
+    alone.read_share(plan_catch_up([part], batch_size=5, ranks_per_replica=1).shares[0])
+    assert [next(batches).positions.tolist() for _ in range(2)] == [[0, 1, 2], [6, 7, 8]]
+    assert audit([list(read_ledger(tmp_path))]).epochs[0].reached == 12
+    list(open_loader(0, 1, 5, 12)[1])
+    assert audit([list(read_ledger(tmp_path))]).is_proven
