@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.written_versions import write_version
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 DAY = 24 * 3600
@@ -390,7 +390,7 @@ gc(Repository.open(sys.argv[2]), dry_run=False)
 
 @pytest.mark.parametrize("point", [1, 4, *(pytest.param(point, marks=pytest.mark.slow) for point in (2, 3, 99))])
 def test_a_gc_killed_half_way_took_nothing_that_is_named_and_the_next_one_goes_on(full, point):
-    words = [sys.executable, "-c", GC, str(point), full.url]
+    words = [warm_python.command(), "-c", GC, str(point), full.url]
     assert subprocess.run(words, cwd=ROOT, check=False).returncode == (-9 if point <= 3 else 0)
     check_all(full)
     report = gc(full, dry_run=False)

@@ -122,6 +122,7 @@ def test_every_command_and_program_of_the_page_on_choosing_samples_runs(tmp_path
     assert len(names["first"]) + len(names["second"]) == len(names["train"])
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_on_branches_runs(tmp_path):
     blocks = [block for block in read_blocks("branches.md") if block.language]
     printed = run_blocks(blocks, tmp_path)
@@ -136,6 +137,7 @@ def test_every_command_of_the_page_on_branches_runs(tmp_path):
     assert "[8, None]" in printed
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_on_removal_runs(tmp_path):
     printed = run_blocks([block for block in read_blocks("remove-data.md") if block.language], tmp_path)
     assert "would purge 2 samples: ann1, ann2" in printed
