@@ -109,9 +109,7 @@ class OrderState:
         Raises:
             ConfigError: the state has another format, or a field is missing, invalid or unknown.
         """
-        fields = dict(state)
-        for name in LOADER_SETTINGS:
-            fields.pop(name, None)
+        fields = {name: value for name, value in state.items() if name not in LOADER_SETTINGS}
         stored_format = fields.pop("format", None)
         if stored_format != STATE_FORMAT:
             raise ConfigError(
