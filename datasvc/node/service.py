@@ -171,11 +171,11 @@ class Service:
         # Stop first, so that no new transfer starts while those in progress end.
         self.stop()
         self._sender.close()
-        if self._decoding is not None:
-            self._decoding.close()
         parts = [part for access in self._accesses.all() for part in (access.fetches, access.jobs)]
         deadline_s = time.monotonic() + self._settings.grace_s
         have_ended = [part.close(max(0.0, deadline_s - time.monotonic())) for part in parts]
+        if self._decoding is not None:
+            have_ended.append(self._decoding.close(max(0.0, deadline_s - time.monotonic())))
         if all(have_ended):
             self._closing.close()
         return all(have_ended)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 # Small tasks, several per thread and batch, so that all threads finish a batch at nearly the same time.
 _MAX_IMAGES_PER_TASK = 8
 _TASKS_PER_THREAD = 4
+_MAX_SENT_BYTES = 60 << 20  # a node takes 64 MiB, with a head
+_TASKS_PER_CONNECTION = 2  # larger ones, because a request costs as much as an image
 # The caller has up to two batches at once: it gets the next one before it drops the one that it has used.
 _BATCHES_OF_CALLER = 2
 
@@ -80,11 +82,14 @@ class CpuRun:
 
 
 _STOP_FLAGS: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+_SERVERS: weakref.WeakSet[DecodeServers] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
     for stop_flag in list(_STOP_FLAGS):
         stop_flag.set()
+    for servers in list(_SERVERS):
+        servers.close()
 
 
 # At exit, for example after Ctrl-C, the threads stop. Otherwise they would decode all prefetched images first.
@@ -121,6 +126,8 @@ class CpuBackend:
         self._servers = _connect_servers(config, backend, framework)
         # The threads take their connections from the end, so those that decode here start first.
         connections = [] if self._servers is None else self._servers.connections()
+        if self._servers is not None:
+            _SERVERS.add(self._servers)
         self._connections: list[ServerConnection | None] = [*reversed(connections), *[None] * config.num_threads]
         self._num_threads = len(self._connections)
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="datasvc-decode")
@@ -168,7 +175,8 @@ class CpuBackend:
             read,
             array[:count],
         )
-        task_size = max(1, min(_MAX_IMAGES_PER_TASK, count // (_TASKS_PER_THREAD * self._num_threads)))
+        per_thread = _TASKS_PER_THREAD if self._servers is None else _TASKS_PER_CONNECTION
+        task_size = max(1, min(_MAX_IMAGES_PER_TASK, count // (per_thread * self._num_threads)))
         parts = [
             self._pool.submit(self._decode, job, range(start, min(start + task_size, count)))
             for start in range(0, count, task_size)
@@ -192,12 +200,18 @@ class CpuBackend:
 
     def _decode(self, job: _DecodeJob, indices: range) -> dict[int, str]:
         """Decode some images of a batch; return those that cannot be decoded: index -> reason."""
-        bad: dict[int, str] = {}
         worker, connection = self._worker()
-        if connection is not None:
+        if self._stopped.is_set():
+            raise CancelledError
+        if connection is not None and self._is_small(job, indices) and connection.is_due():
             found = self._decode_elsewhere(job, indices, worker, connection)
             if found is not None:
                 return found
+        return self._decode_here(job, indices, worker)
+
+    def _decode_here(self, job: _DecodeJob, indices: Sequence[int], worker: ImageWorker) -> dict[int, str]:
+        """Do the work of `_decode` in this thread."""
+        bad: dict[int, str] = {}
         with self._profiler.stage(Stage.DECODE):
             for index in indices:
                 if self._stopped.is_set():
@@ -237,12 +251,15 @@ class CpuBackend:
             return None
         pixels, bad = decoded
         for number, index in enumerate(indices):
-            if number in bad:
-                job.out[index] = 0
-            else:
+            if number not in bad:
                 edit = None if job.edit is None else partial(job.edit, index)
                 worker.write(pixels[number], job.out[index], flip=job.flips[index], edit=edit)
-        return {indices[number]: reason for number, reason in bad.items()}
+        # A server may lack the memory for an image. So only this machine says that an image is bad.
+        return self._decode_here(job, [indices[number] for number in bad], worker) if bad else {}
+
+    def _is_small(self, job: _DecodeJob, indices: range) -> bool:
+        """Return whether some images of a batch fit one request to a decode server."""
+        return sum(len(job.images[index]) for index in indices) <= _MAX_SENT_BYTES
 
     def _take_memory(self) -> npt.NDArray[Any] | torch.Tensor:
         """Return unused memory for a full batch."""

@@ -22,18 +22,8 @@ from datasvc.trainer.recipes.training_data import TrainingData
 # Settings of a node: paths, which may differ, and what changes no batch and no collective. That all ranks store to
 # the same repository is checked by `CheckpointManager`, and that they read the same data by `check_data`.
 _OF_NODE: Final = frozenset(
-    {
-        "repo",
-        "cache",
-        "cache_budget",
-        "tenant",
-        "local_checkpoints",
-        "decode_threads",
-        "decode_servers",
-        "ledger",
-        "metrics_port",
-    }
-    | {"profile", "peers", "prefetch", "decode_lag", "decode_group", "decode_servers"}
+    {"repo", "cache", "cache_budget", "tenant", "local_checkpoints", "ledger", "metrics_port", "profile", "peers"}
+    | {"prefetch", "decode_threads", "decode_lag", "decode_group", "decode_servers"}
 )
 _PACKAGES: Final = ("datasvc", "torch")
 _MAX_VALUES: Final = 3  # in a message

@@ -110,6 +110,8 @@ def connect(address: str, settings: PeerSettings, tls: ssl.SSLContext | None) ->
     url = urlsplit(address)
     assert url.hostname is not None
     connection = http.client.HTTPConnection(url.hostname, url.port, timeout=settings.connect_timeout_s)
+    # Without this, a request on a connection that the node has closed would open another one, without TLS.
+    connection.auto_open = 0
     connection.connect()
     try:
         if tls is not None:

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 class OpenTensors:
     """Tensors of a version, for code that reads safetensors files: it has the methods of `safetensors.safe_open`.
 
-    Nothing is read before a tensor is asked for; what is read is verified. Nothing stays open, and any number of
-    threads may read. `repo.models.open_safetensors` makes one.
+    No tensor is read before it is asked for; what is read is verified. Nothing stays open, and any number of threads
+    may read. `repo.models.open_safetensors` makes one.
 
     Args:
         copies: where the version is read from.
         version: name and number of the version.
         records: its tensors, by the names of this object.
-        device: device of the tensors that are returned.
+        device: device of the tensors that are returned, as `torch.Tensor.to` takes it.
     """
 
     def __init__(
-        self, copies: StoredCopies, version: Resolved, records: Mapping[str, TensorRecord], device: str
+        self, copies: StoredCopies, version: Resolved, records: Mapping[str, TensorRecord], device: Any
     ) -> None:
         self.version = version
         self._copies, self._records, self._device = copies, dict(records), device
@@ -96,7 +96,7 @@ class OpenTensors:
 class TensorSlice:
     """A tensor of which an index reads only the chunks that it needs."""
 
-    def __init__(self, source: ChunkSource, record: TensorRecord, device: str) -> None:
+    def __init__(self, source: ChunkSource, record: TensorRecord, device: Any) -> None:
         self._source, self._record, self._device = source, record, device
 
     def get_shape(self) -> list[int]:
@@ -118,7 +118,8 @@ class TensorSlice:
             ConfigError, CorruptDataError, NotFoundError, UnavailableError: see `load_window`.
         """
         start, shape, rest = _split_key(key, self._record.shape)
-        return load_window(self._source, self._record, start, shape)[rest].to(self._device)
+        # A copy where steps leave elements out, so that these do not stay in memory.
+        return load_window(self._source, self._record, start, shape)[rest].contiguous().to(self._device)
 
 
 def open_safetensors(
@@ -127,7 +128,7 @@ def open_safetensors(
     *,
     prefix: str = "model",
     rename: Mapping[str, str] | None = None,
-    device: str | torch.device = "cpu",
+    device: str | int | torch.device = "cpu",
     cache: Cache | str | Path | None = None,
     peers: Peers | None = None,
     fallback: Sequence[Repository | str] | Repository | str = (),
@@ -160,15 +161,19 @@ def open_safetensors(
     records = {record.name: record for record in stored.records}
     names = names_below(records, prefix, rename)
     renamed = {name: replace(records[stored_name], name=name) for stored_name, name in names.items()}
-    return OpenTensors(copies, stored.version, renamed, str(device))
+    return OpenTensors(copies, stored.version, renamed, device)
+
+
+def _is_index(part: Any) -> bool:
+    # An array and a boolean have `__index__` too, and mean something else.
+    is_number = hasattr(part, "__index__") and not isinstance(part, bool) and not getattr(part, "shape", ())
+    return part is ... or isinstance(part, slice) or is_number
 
 
 def _split_key(key: Any, shape: Sequence[int]) -> tuple[list[int], tuple[int, ...], tuple[Any, ...]]:
     """Return the first element and the shape of the block that has what a key selects, and the key in the block."""
     keys = key if isinstance(key, tuple) else (key,)
-    if sum(part is ... for part in keys) > 1 or not all(
-        part is ... or isinstance(part, slice) or hasattr(part, "__index__") for part in keys
-    ):
+    if sum(part is ... for part in keys) > 1 or not all(map(_is_index, keys)):
         raise ConfigError(f"{key!r} is no index of a stored tensor; give integers, slices and one '...'")
     missing = len(shape) - sum(part is not ... for part in keys)
     if missing < 0:

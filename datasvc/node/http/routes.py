@@ -54,6 +54,7 @@ _MAX_DIGITS = 19
 
 
 _FIELDS: Final = frozenset({"repo", "ref", "split"})
+_PIXELS: Final = "application/octet-stream"
 _BODY_TIMEOUT_S = 10.0  # so that a slow client cannot keep a request open
 
 
@@ -212,12 +213,6 @@ def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
     return start, stop
 
 
-# POST   /stage  {"repo": URL, "ref": "pets@1", "split": "train"}    202, the job; "repo" and "split" are optional GET
-# /stage                                                      all jobs GET    /stage/{id}
-# one job: state, bytes, seconds, error DELETE /stage/{id}                                                 cancel a
-# job
-
-
 class StageRoutes:
     """Handlers of `/stage`, for data sets of the repositories that a request has access to."""
 
@@ -308,14 +303,28 @@ class DecodeRoutes:
 
     async def decode(self, request: web.Request) -> web.Response:
         """Decode the images in the body."""
+        # As in `_read_body`: a web page in a browser on this machine cannot send this type without asking.
+        if request.content_type != _PIXELS:
+            raise ConfigError(f"expected a body of type {_PIXELS}")
         size_bytes = request.content_length
         if size_bytes is None or size_bytes > MAX_REQUEST_BYTES:
             raise ConfigError(f"expected a body with a Content-Length of at most {MAX_REQUEST_BYTES} bytes")
-        async with self._reading:
-            try:
-                async with asyncio.timeout(_BODY_TIMEOUT_S):
-                    body = await request.content.readexactly(size_bytes)
-            except (TimeoutError, asyncio.IncompleteReadError) as error:
-                raise UnavailableError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from error
-            answer = await asyncio.get_running_loop().run_in_executor(self._server.pool, self._server.answer, body)
-        return web.Response(body=answer, content_type="application/octet-stream")
+        await self._reading.acquire()
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                body = await request.content.readexactly(size_bytes)
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            self._reading.release()
+            raise UnavailableError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from error
+        except BaseException:
+            self._reading.release()
+            raise
+        # A client may leave. Its images are in memory until they are decoded, so they count until then.
+        answering = asyncio.ensure_future(self._server.answer(body))
+        answering.add_done_callback(self._end)
+        return web.Response(body=await asyncio.shield(answering), content_type=_PIXELS)
+
+    def _end(self, answering: asyncio.Future[bytes]) -> None:
+        self._reading.release()
+        if not answering.cancelled():
+            answering.exception()  # of a client that left, nobody asks for it

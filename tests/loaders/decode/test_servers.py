@@ -9,20 +9,26 @@ import threading
 import numpy as np
 import pytest
 
-from datasvc.errors import ConfigError
+from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.augment.augment import AugmentConfig, Windows
 from datasvc.loaders.decode import serving
 from datasvc.loaders.decode.backend import BackendConfig
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.pixels import PixelFormat
-from datasvc.loaders.decode.servers import DecodeServers, ServerOfLoader
+from datasvc.loaders.decode.servers import DecodeServers
 from datasvc.loaders.decode.serving import Decoder, EncodedImage, pack_request, parse_answer, parse_request
 from datasvc.loaders.profiling.step_profiler import StepProfiler
+from datasvc.node.http.auth import Tenant
+from datasvc.node.http.routes import DecodeRoutes
 from tests.loaders.decode.photos import SIZE, broken, decode, photos, windows
+from tests.node import conftest
 from tests.node.conftest import RunningNode
 from tests.support.ports import reserved_ports
 
+OTHER = {**serving.find_versions(), "Pillow": "0.1"}
+PACK = serving.pack_answer
+certificate = conftest.certificate
 DECODER = Decoder(SIZE, "cpu", "torch")
 TOKEN = "0123456789abcdef"
 IMAGES = [EncodedImage(blob, [1, 2], [40, 50]) for blob in photos(5)]
@@ -54,6 +60,11 @@ def make_backend(*urls, output="uint8", backend="cpu", framework="torch", scale=
         decode_scale=scale,
     )
     return CpuBackend(config, backend=backend, framework=framework, profiler=StepProfiler())
+
+
+def changed(pixels, bad):
+    """Answer as other software would: with other pixels."""
+    return PACK(np.bitwise_xor(pixels, 1), bad)
 
 
 def only_on_servers(backend):
@@ -99,7 +110,8 @@ def test_a_server_decodes_to_the_pixels_of_this_machine(start, backend, framewor
     assert np.array_equal(np.asarray(here.images), np.asarray(there.images))
     assert set(here.bad) == {6, 7}
     assert here.bad == there.bad
-    assert node.get("/status").json["decoding"] == {"num_threads": 1, "num_images": 8 + 4}  # four of the probe
+    status = node.get("/status").json["decoding"]
+    assert (status["num_threads"], status["num_images"]) == (1, 8 + 4)  # four of the probe
     assert "datasvc_decoded_images_total 12.0" in node.get("/metrics").body.decode()
 
 
@@ -150,8 +162,7 @@ def test_a_server_with_other_software_after_a_failure_is_not_used(start, monkeyp
         server.record_failure("it was asked to pause")
         connection._server.disconnect(connection._connection)
         connection._connection = None
-        answer = serving.DecodeServer.answer
-        monkeypatch.setattr(serving.DecodeServer, "answer", lambda *given: answer(*given)[:-1] + b"\0")
+        monkeypatch.setattr(serving, "pack_answer", changed)
         while not server.is_due():
             pass
         assert connection.decode(IMAGES) is None
@@ -195,24 +206,48 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(start, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_closing_ends_the_wait_for_an_answer(monkeypatch, caplog):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        monkeypatch.setattr(ServerOfLoader, "_check", lambda *_: None)
-        servers = DecodeServers([url], DECODER)
-        listening.accept()[0].close()
-        connection = servers.connections()[0]
-        results = []
-        waiting = threading.Thread(target=lambda: results.append(connection.decode(IMAGES)))
-        waiting.start()
-        accepted, _ = listening.accept()
-        with accepted:
-            while b"\r\n\r\n" not in accepted.recv(4096, socket.MSG_PEEK):
-                pass
-            servers.close()
-            waiting.join()
-        assert results == [None]
-        assert "is not used" not in caplog.text
+def test_closing_ends_the_wait_for_an_answer(start, monkeypatch, caplog):
+    node, reached, go_on = start(), threading.Event(), threading.Event()
+    servers = DecodeServers([node.url], DECODER)
+    (connection,) = servers.connections()
+    assert connection.decode(IMAGES) is not None  # so that the next request reuses a connection
+    scale = serving.DecodeServer._scale
+
+    def wait(*given):
+        reached.set()
+        go_on.wait()
+        return scale(*given)
+
+    monkeypatch.setattr(serving.DecodeServer, "_scale", wait)
+    results = []
+    waiting = threading.Thread(target=lambda: results.append(connection.decode(IMAGES)))
+    waiting.start()
+    reached.wait()
+    servers.close()
+    waiting.join()
+    go_on.set()
+    assert results == [None]
+    assert not connection.is_due()
+    assert "is not used" not in caplog.text
+
+
+def test_a_node_that_stops_ends_after_the_current_images_within_its_grace(start, monkeypatch):
+    node, reached, go_on = start(grace_s=0.0), threading.Event(), threading.Event()
+    servers = DecodeServers([node.url], DECODER)
+    (connection,) = servers.connections()
+
+    def wait(*_):
+        reached.set()
+        go_on.wait()
+        raise BadSampleError("was waited for")
+
+    monkeypatch.setattr(serving.DecodeServer, "_scale", wait)
+    waiting = threading.Thread(target=lambda: connection.decode(IMAGES))
+    waiting.start()
+    reached.wait()
+    assert node.stop() is False  # not all threads have ended
+    go_on.set()
+    waiting.join()
 
 
 def test_nodes_that_must_not_be_used_are_refused_with_what_to_do(start, monkeypatch):
@@ -224,12 +259,17 @@ def test_nodes_that_must_not_be_used_are_refused_with_what_to_do(start, monkeypa
     DecodeServers([start(token=TOKEN).url], DECODER).close()
     with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
         DecodeConfig(servers=("node7",))
-    answer = serving.DecodeServer.answer
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="not a node of datasvc"):
         patch.setattr(serving.DecodeServer, "describe", lambda _: {"threads": 1})
         DecodeServers([start(token=TOKEN).url], DECODER)
-    monkeypatch.setattr(serving.DecodeServer, "answer", lambda *given: answer(*given)[:-1] + b"\0")
-    with pytest.raises(ConfigError, match="other pixels than this machine: install the same versions"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"has Pillow 0\.1 \(here .*the same versions"),
+    ):
+        patch.setattr(serving.DecodeServer, "describe", lambda _: {"num_threads": 1, "versions": OTHER})
+        DecodeServers([start(token=TOKEN).url], DECODER)
+    monkeypatch.setattr(serving, "pack_answer", changed)
+    with pytest.raises(ConfigError, match="other pixels than this machine"):
         DecodeServers([start(token=TOKEN).url], DECODER)
 
 
@@ -312,8 +352,87 @@ def test_an_answer_of_something_else_is_an_error(body):
         parse_answer(body, 2, 3)
 
 
-def test_an_image_decoded_to_too_many_bytes_for_a_request_is_decoded_here(start):
+def test_images_that_a_server_does_not_take_are_decoded_here(start, monkeypatch, caplog):
     node = start()
-    (connection,) = DecodeServers([node.url], DECODER).connections()
-    assert connection.decode([EncodedImage(np.zeros(64 << 20, np.uint8), [0, 0], [1, 1])]) is None
+    images, crops = photos(8), windows(8)
+    expected = decode(make_backend(), images, crops)
+    for name, value in (
+        ("datasvc.loaders.decode.cpu._MAX_SENT_BYTES", 10),
+        ("datasvc.loaders.decode.serving._MAX_PIXELS", 10),
+    ):
+        backend = only_on_servers(make_backend(node.url))
+        before = node.get("/decode").json["num_images"]
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            found = decode(backend, images, crops)
+        backend.close()
+        assert np.array_equal(found.images, expected.images)
+        assert found.bad == {}
+        assert (node.get("/decode").json["num_images"] > before) == name.endswith("_MAX_PIXELS")
+    assert "is not used" not in caplog.text
+
+
+def test_a_busy_node_keeps_its_connections_and_the_others_decode_here(start, caplog):
+    node = start(decode_threads=8, max_connections=1)
+    servers = DecodeServers([node.url], DECODER)
+    first, second = servers.connections()
+    assert first.decode(IMAGES) is not None
+    assert second.decode(IMAGES) is None
+    assert [second.is_due() for _ in range(3)] == [False] * 3
+    assert first.is_due()
+    assert first.decode(IMAGES) is not None
+    assert "is not used" not in caplog.text
+    servers.close()
+
+
+def test_after_a_lost_connection_the_server_is_checked_again(start, monkeypatch):
+    servers = DecodeServers([start().url], DECODER)
+    (connection,) = servers.connections()
     assert connection.decode(IMAGES) is not None
+    connection._connection.sock.shutdown(socket.SHUT_RDWR)
+    monkeypatch.setattr(serving, "pack_answer", changed)
+    assert connection.decode(IMAGES) is None
+
+
+def test_a_node_or_a_proxy_may_end_a_connection_with_its_answer(start, monkeypatch, caplog):
+    handle = DecodeRoutes.decode
+
+    async def end(routes, request):
+        response = await handle(routes, request)
+        response.force_close()
+        return response
+
+    monkeypatch.setattr(DecodeRoutes, "decode", end)
+    servers = DecodeServers([start().url], DECODER)
+    (connection,) = servers.connections()
+    for _ in range(2):
+        assert connection.decode(IMAGES) is not None
+    servers.close()
+    assert "is not used" not in caplog.text
+
+
+def test_an_answer_that_is_too_large_is_not_read_to_its_end(start, monkeypatch, caplog):
+    servers = DecodeServers([start().url], DECODER)
+    (connection,) = servers.connections()
+    monkeypatch.setattr(serving, "pack_answer", lambda *given: PACK(*given) + bytes(1 << 20))
+    assert connection.decode(IMAGES) is None
+    assert "its answer has more than" in caplog.text
+
+
+def test_tokens_of_tenants_and_certificates_serve_loaders_too(start, certificate, monkeypatch):
+    monkeypatch.setenv("DATASVC_TOKEN", "f" * 16)
+    monkeypatch.setenv("DATASVC_CA", str(certificate[0]))
+    node = start(
+        token=TOKEN,
+        tenants=(Tenant("vision", "f" * 16, ()),),
+        certificate=certificate[0],
+        certificate_key=certificate[1],
+    )
+    assert node.url.startswith("https:")
+    servers = DecodeServers([node.url.replace("127.0.0.1", "localhost")], DECODER)
+    (connection,) = servers.connections()
+    assert connection.decode(IMAGES) is not None
+    # The server ends the connection; nothing may then go over another one without TLS.
+    connection._connection.close()
+    assert connection.decode(IMAGES) is not None
+    servers.close()
