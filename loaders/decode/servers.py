@@ -48,7 +48,7 @@ _MAX_PAUSE: Final = 4096
 _Decoded = tuple[Pixels, dict[int, str]]
 
 
-class _BusyError(ConnectionError):
+class _RefusedConnectionError(ConnectionError):
     """The node has as many connections as it takes, or is about to stop."""
 
 
@@ -75,12 +75,12 @@ class ServerConnection:
             try:
                 decoded = self._send(images)
             except (ConnectionError, http.client.BadStatusLine) as error:
-                if not is_reused or isinstance(error, _BusyError):
+                if not is_reused or isinstance(error, _RefusedConnectionError):
                     raise
                 # The server closes a connection that nobody has used for a while; but it may also be another one now.
                 self._server.distrust()
                 decoded = self._send(images)
-        except _BusyError as error:
+        except _RefusedConnectionError as error:
             self._skip = _BUSY_PAUSE
             self._server.record_busy(str(error))
             return None
@@ -169,6 +169,15 @@ class ServerOfLoader:
                 self._check()
                 self._is_checked = True
         connection = self._connect()
+        try:
+            # A node refuses a connection too many at its first request. To one with a body, the answer may be lost.
+            self._request(connection, "GET", [], MAX_HEAD_BYTES)
+        except BaseException:
+            self.disconnect(connection)
+            raise
+        if connection.sock is None:  # a proxy may take one request a connection
+            self.disconnect(connection)
+            connection = self._connect()
         connection.sock.settimeout(_ANSWER_S)
         return connection
 
@@ -312,7 +321,7 @@ class ServerOfLoader:
         if response.status == HTTPStatus.NOT_FOUND:
             reason = "it does not decode images: start it with --decode-threads"
         if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            raise _BusyError(reason)
+            raise _RefusedConnectionError(reason)
         if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise http.client.HTTPException(reason)
         raise ConfigError(f"decode server {self._url} refuses: {reason}")
