@@ -181,6 +181,35 @@ def test_the_others_keep_their_steps_of_a_round_and_train_on_what_is_left_of_it(
     assert entry["metrics"]["val_accuracy"] > 0.5
 
 
+@pytest.mark.parametrize(
+    ("leases", "size", "options"),
+    [
+        ("equal", 2, ("-H", "localhost:3", "--min-num-proc", "2")),
+        ("measured", 3, ("-H", "localhost:1,127.0.0.1:2", "--min-num-proc", "3", *SAME_SIZE[2:])),
+    ],
+)
+def test_leases_of_a_lost_replica_are_served_again(repository, tmp_path, leases, size, options):
+    """The others go back to the end of the round before, whose shares go on if the replica comes back."""
+    (tmp_path / "steps").mkdir()
+    events = run(
+        repository,
+        f"leased-{leases}",
+        *("--sync", "local:4", "--leases", leases, "--elastic", "--commit-every", "3"),
+        *("--ledger", str(tmp_path / "ledger")),
+        ranks=3,
+        options=options,
+        killed_after=10,
+        steps=tmp_path / "steps",
+    )
+    assert rounds(events)[:3] == [(3, 0)] * 3
+    assert rounds(events)[3:] == [(size, 8)] * size
+    assert audit(tmp_path / "ledger")[0] == 0, audit(tmp_path / "ledger")[1]
+    entry = describe_model(repository, f"leased-{leases}").entry
+    (use,) = entry["data"]
+    assert use["spans"][-1]["stop"] == [2, 0]
+    assert entry["metrics"]["val_accuracy"] > 0.5
+
+
 def test_a_rank_that_missed_the_end_of_a_round_takes_the_weights_of_one_that_did_not(repository, tmp_path):
     (tmp_path / "steps").mkdir()
     events = run(

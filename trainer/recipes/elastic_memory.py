@@ -19,7 +19,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ from datasvc.trainer.recipes.layouts.places import (
 from datasvc.trainer.recipes.layouts.shard import from_local, to_local
 from datasvc.trainer.recipes.layouts.step_end import StepEnd, keeps_step_ends
 from datasvc.trainer.recipes.optimizers.catch_up import RoundCopy, find_round
+from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -86,6 +87,7 @@ class Snapshot:
         loader: position of the job, from which the learning rate's schedule follows too.
         reading: samples consumed so far; see `ConsumptionTracker`.
         log_ids: ids of the run log and of the trackers' runs, see `Run`.
+        leases: shares of the rounds that follow, see `LeasedRounds`; {} without leases.
         round_part: what the replica has applied since the step, in a round of averaged weights that is to be ended:
             model and optimizer have learned from it, and all else is of the start of the round. None: nothing.
     """
@@ -105,6 +107,7 @@ class Snapshot:
     loader: Mapping[str, Any]
     reading: Mapping[str, Any]
     log_ids: dict[str, str]
+    leases: Mapping[str, Any] = field(default_factory=dict)
     round_part: RoundPart | None = None
 
     @property
@@ -286,7 +289,7 @@ def _exchange(copy: Snapshot | None, plan: TransferPlan) -> Snapshot:
 
 def _split(copy: Snapshot) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the attributes that are equal on all ranks, and those of a place."""
-    values = {field.name: getattr(copy, field.name) for field in dataclasses.fields(copy)}
+    values = {each.name: getattr(copy, each.name) for each in dataclasses.fields(copy)}
     parts = {name: values.pop(name) for name in _OF_PLACE}
     return values, parts
 
@@ -334,6 +337,7 @@ def take_snapshot(run: Run, *, ends_epoch: bool = False, in_round: RoundCopy | N
         loader=run.loader.state_dict(),
         reading=run.reading.state_dict(),
         log_ids=dict(run.log_ids),
+        leases=run.rounds.state_dict() if isinstance(run.rounds, LeasedRounds) else {},
     )
     if in_round is None:
         return snapshot
@@ -367,7 +371,7 @@ def load_snapshot(run: Run, snapshot: Snapshot) -> None:
     run.average_statistics = copy_to_host(snapshot.average_statistics)
     run.stop.load_state_dict(snapshot.early_stop)
     run.step, run.metrics, run.log_ids = snapshot.step, dict(snapshot.metrics), dict(snapshot.log_ids)
-    run.parent = snapshot.parent
+    run.parent, run.saved_leases = snapshot.parent, dict(snapshot.leases)
     # The random states of lost ranks are lost too. The step is part of the seed: no random numbers are repeated.
     # Ranks of the axis `tensor` must draw equal numbers.
     rank = hvd.rank() // run.layout.tensor

@@ -259,7 +259,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                 if run.checkpoints.stop_signal is not None:
                     return
             if memory is not None and not run.is_over:
-                memory.commit_when_due(is_due=run.step % run.config.commit_every == 0)
+                memory.commit_when_due(is_due=has_passed(run.config.commit_every, start_step, run.step))
             timer.restart()
             if run.is_cut_short:
                 break

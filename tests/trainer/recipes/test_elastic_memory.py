@@ -484,6 +484,20 @@ def test_every_rank_has_the_ids_of_the_trackers_runs(repository, tmp_path, monke
     hvd.shutdown()
 
 
+def test_a_copy_has_the_shares_of_the_rounds_that_follow(repository):
+    hvd.init()
+    averaged = SETTINGS | {"sync": "local:2", "leases": "measured", "ema_decay": None}
+    config = TrainConfig(repo=repository.url, data="pets", name="leased", **averaged)
+    started = start(config, LoggedEvents(choose_events(sys.stdout)))
+    with contextlib.closing(started), started.checkpoints:
+        snapshot = take_snapshot(started)
+        assert snapshot.leases == {"planned": [[2], [2]]}
+        unequal = {"planned": [[3, 1], [1, 3]]}
+        load_snapshot(started, dataclasses.replace(snapshot, leases=unequal))
+        assert started.saved_leases == unequal
+    hvd.shutdown()
+
+
 def test_only_the_loss_of_a_rank_starts_a_new_round():
     with pytest.raises(hvd.HorovodInternalError, match="rank 1 lost"), reporting_lost_ranks():
         raise UnavailableError("the save failed: rank 1 lost the connection") from LostRankError("rank 1 is lost")

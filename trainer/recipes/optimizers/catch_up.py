@@ -20,6 +20,7 @@ from datasvc.loaders.core.mixture import Mixture
 from datasvc.planning.layout import Layout, plan_layout
 from datasvc.trainer.job import runtime
 from datasvc.trainer.optim.broadcast_state import allgather_object
+from datasvc.trainer.recipes.optimizers.leased_rounds import LeasedRounds
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class RoundCopy:
 def find_round(run: Any) -> RoundCopy | None:
     """Return the round that a rank of a `Run` is in, after its last step; None: the round cannot be continued.
 
-    A round in which an epoch or the run ends cannot, because all ranks evaluate or save in it. Nor can one that had
-    begun before this run was built: what the lost replica had learned in its first steps is in no position.
+    A round in which an epoch or the run ends cannot, because all ranks evaluate or save in it. Nor can one with
+    leases; nor one that had begun before this run was built: what the lost replica had learned in its first steps is
+    in no position.
     """
+    if isinstance(run.rounds, LeasedRounds):
+        return None
     if isinstance(run.rounds, CatchUp):
         return run.rounds.copy()
     # If averaging has failed, the optimizer has counted its last step, and the run has not.

@@ -102,12 +102,6 @@ EXCLUSIONS: Final = (
         "use local, postlocal or diloco without fragments, delay and alpha",
     ),
     Exclusion(
-        "--leases with --elastic",
-        lambda config: config.leases is not None and config.elastic,
-        "its rounds are divided among replicas that stay",
-        "leave out one of both: a run that is started again continues at any number of replicas",
-    ),
-    Exclusion(
         "--leases with --skip",
         lambda config: config.leases is not None and config.skip is not None,
         "which samples a step has follows from the speeds of the rounds before it",

@@ -11,7 +11,6 @@ WORDS = ("--data", "a@1", "--repo", "r", "--name", "n")
 # By option of the table, the words that set it beside --leases.
 LEASES = {
     "--leases with hierarchical, easgd, gossip, tournament, fragments, delay or alpha": (),
-    "--leases with --elastic": ("--elastic",),
     "--leases with --skip": ("--skip", "3"),
     "--leases with --decode-group": ("--decode-group", "/dev/shm/group"),
 }
