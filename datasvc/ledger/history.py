@@ -87,15 +87,18 @@ class Attempt:
         # Any rank's header will do: if ranks differ in batch size, the audit reports a disagreement.
         header = next(iter(self.files.values())).header
         epoch, position = cursor
-        # A round that was continued without a replica ends where it was planned to, with other ranks.
         rounds = [
-            record.strided.stop
+            record.strided
             for file in self.files.values()
             for record in file.records
             if (record.kind, record.epoch, record.count) == (RecordKind.CARRIED, epoch, 0)
-            and record.strided.stop <= position
         ]
-        start = max([self.begin[1] if epoch == self.begin[0] else 0, *rounds])
+        # A round that was continued without a replica ends where it was planned to, with other ranks. Within it,
+        # no state is saved.
+        if any(window.start < position < window.stop for window in rounds):
+            return False
+        stops = [window.stop for window in rounds if window.stop <= position]
+        start = max([self.begin[1] if epoch == self.begin[0] else 0, *stops])
         global_batch_size = header.batch_size * self.world_size
         # A state is saved only between global batches, or at the end of an epoch, after a batch of any size.
         is_whole = position == header.num_samples or (position - start) % global_batch_size == 0

@@ -172,22 +172,46 @@ def test_what_is_carried_over_must_have_been_served_and_keeps_its_masks(split, t
     assert invented.disagreements == ["epoch 0 carries 2 samples over that no file has served"]
 
 
+def open_loader(split, ledger, rank, world_size, batch_size, position=0):
+    """Return a loader and its batches, without those at the end of the epoch that are dropped."""
+    options = {"order": ORDERS[1], "tail": "drop", "ledger": ledger}
+    loader = EchoLoader(split, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+    loader.load_state_dict({**loader.state_dict(), "position": position})
+    return loader, iter(loader)
+
+
 def test_a_restart_at_the_end_of_a_round_that_other_numbers_of_samples_ended_continues_those(split, tmp_path):
     """Rank 1 of two has its part of two steps of 6, then the rest with batches of at most 5, and ends its process."""
-
-    def open_loader(rank, world_size, batch_size, position):
-        options = {"order": ORDERS[1], "tail": "drop", "ledger": tmp_path}
-        loader = EchoLoader(split, batch_size=batch_size, rank=rank, world_size=world_size, **options)
-        loader.load_state_dict({**loader.state_dict(), "position": position})
-        return loader, iter(loader)
-
-    (lost, lost_batches), (left, left_batches) = (open_loader(rank, 2, 3, 0) for rank in range(2))
+    (lost, lost_batches), (left, left_batches) = (open_loader(split, tmp_path, rank, 2, 3) for rank in range(2))
     next(lost_batches)
     part = RoundPart(0, 0, 2, 6, 2, np.concatenate([next(left_batches).positions for _ in range(2)]))
     assert (lost.cursor, left.cursor, part.applied.tolist()) == ((0, 6), (0, 12), [3, 4, 5, 9, 10, 11])
-    alone, batches = open_loader(0, 1, 5, 0)
+    alone, batches = open_loader(split, tmp_path, 0, 1, 5)
     alone.read_share(plan_catch_up([part], batch_size=5, ranks_per_replica=1).shares[0])
     assert [next(batches).positions.tolist() for _ in range(2)] == [[0, 1, 2], [6, 7, 8]]
     assert audit([list(read_ledger(tmp_path))]).epochs[0].reached == 12
-    list(open_loader(0, 1, 5, 12)[1])
+    list(open_loader(split, tmp_path, 0, 1, 5, 12)[1])
+    assert audit([list(read_ledger(tmp_path))]).is_proven
+
+
+def lose_the_last_of_three(split, ledger):
+    """Lose rank 2 in the third of the four steps of 6 of a round; return the loaders and batches of the two left."""
+    job = [open_loader(split, ledger, rank, 3, 2) for rank in range(3)]
+    for rank, num_steps in enumerate((3, 3, 2)):
+        for _ in range(num_steps):
+            next(job[rank][1])
+    part = RoundPart(0, 0, 4, 6, 3, np.empty(0, np.int64))
+    parts = [part.with_steps(3, [rank]) for rank in range(2)]
+    plan = plan_catch_up(parts, batch_size=3, ranks_per_replica=1)
+    left = [open_loader(split, ledger, rank, 2, 3) for rank in range(2)]
+    for (loader, _), share in zip(left, plan.shares, strict=True):
+        loader.read_share(share)
+    return left
+
+
+def test_a_restart_in_a_round_continues_those_that_made_its_steps_and_not_its_rest(split, tmp_path):
+    """A version is saved after two steps of the round. In its rest all processes end, before any has ended it."""
+    next(lose_the_last_of_three(split, tmp_path)[1][1])
+    for rank in range(3):
+        list(open_loader(split, tmp_path, rank, 3, 2, 12)[1])
     assert audit([list(read_ledger(tmp_path))]).is_proven
