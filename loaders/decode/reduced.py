@@ -126,9 +126,10 @@ def _repeat_partial_edges(crop: Image.Image, window: Sequence[float], frame: Jpe
     The blocks of a JPEG continue there with what its encoder left in its memory.
     """
     width, height = crop.size
-    if window[2] == frame.width and frame.width % factor and width > 1:
+    right, bottom = (-(-side // factor) * factor for side in window[2:])
+    if right > frame.width and width > 1:
         crop.paste(crop.crop((width - 2, 0, width - 1, height)), (width - 1, 0))
-    if window[3] == frame.height and frame.height % factor and height > 1:
+    if bottom > frame.height and height > 1:
         crop.paste(crop.crop((0, height - 2, width, height - 1)), (0, height - 1))
 
 

@@ -44,9 +44,11 @@ def test_what_an_encoder_left_beyond_the_edge_does_not_become_a_line(factor, sub
     pixels[height:], pixels[:, width:] = GREEN, GREEN
     content = jpeg(pixels, subsampling=subsampling)
     struct.pack_into(">HH", content, JpegFrame.of(memoryview(content)).offset + 1, height, width)
-    found, full = both(content, (0, 0), (height, width), height // (2 * factor))
-    assert np.abs(found - 90).max() <= 3
-    assert np.abs(full - 90).max() <= 40  # full size has a trace of it, where colours are interpolated
+    for distance in range(8):  # of the window from the edge: its last pixels may be in a part of a reduced one
+        shape = (height - distance, width - distance)
+        found, full = both(content, (0, 0), shape, shape[0] // (2 * factor))
+        assert np.abs(found - 90).max() <= 3, distance
+        assert np.abs(full - 90).max() <= 40  # full size has a trace of it, where colours are interpolated
 
 
 @pytest.mark.parametrize("sampling", [0x11, 0x22, 0x21, 0x41])
