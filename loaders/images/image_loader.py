@@ -25,7 +25,7 @@ from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE, DECODE_SCALE, EVALUATION, changed_fields
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
 from datasvc.loaders.decode.choice.choice import DecodeChoice, count_rank_processors, parse_backend
-from datasvc.loaders.decode.choice.choose import find_missing, make_backend, plan_candidates
+from datasvc.loaders.decode.choice.choose import ON_GPU, find_missing, make_backend, plan_candidates
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.masks import MaskDecoder
@@ -349,7 +349,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `Loader`, with settings that pixels depend on: backend, decode scale and evaluation."""
         settings: dict[str, Any] = {DECODE: self._choice.state, EVALUATION: self._plan.evaluation}
-        if self._config.decode_scale != "full":  # states of earlier releases have no "full"
+        # States of earlier releases have no "full", which is the scale of a GPU, whatever its settings are.
+        if self._config.decode_scale != "full" and self._choice.state not in ON_GPU:
             settings[DECODE_SCALE] = self._config.decode_scale
         return super().state_dict() | {name: value for name, value in settings.items() if value is not None}
 

@@ -198,6 +198,15 @@ def test_the_state_of_large_jpegs_has_their_scale_and_without_it_they_are_decode
         make(large, **options).load_state_dict({**state, "decode_scale": "half"})
 
 
+@pytest.mark.parametrize(("backend", "has_scale"), [("gpu-whole", False), ("gpu-window", False), ("pillow", True)])
+def test_the_state_of_a_backend_that_decodes_at_full_size_has_no_scale(large, backend, has_scale):
+    """Elsewhere, a CPU would continue the run of a GPU with reduced photos."""
+    loader = make(large, size=16)
+    assert "decode_scale" in loader.state_dict()
+    loader._choice = DecodeChoice("auto", [backend], config=loader._config, ranks=loader.ranks)
+    assert ("decode_scale" in loader.state_dict()) == has_scale
+
+
 def test_jobs_of_a_decode_group_share_no_batches_of_another_scale(large, monkeypatch):
     kinds = []
     loader = make(large, batch_size=4, size=16, decode_group="scales")
