@@ -18,6 +18,8 @@ from datasvc.keyed_random import Integers
 
 Floats = npt.NDArray[np.float64]
 OnBadBox = Literal["drop", "mask", "raise"]
+_MAX_MASK_BYTES: Final = 1 << 30  # of a sample
+_FAR: Final = 1e12  # pixels: further away, no number of a crossing is right
 _NO_AREA: Final = "lies outside the image or has no area"
 
 
@@ -178,33 +180,50 @@ def map_keypoints(keypoints: Floats, view: View, flip_pairs: tuple[tuple[int, in
     return mapped.astype(np.float32)
 
 
-def draw_polygons(polygons: Sequence[Any], view: View) -> npt.NDArray[np.uint8]:
-    """Return the mask of an object as the output shows it: `uint8[size, size]`, 1 where a pixel's centre is inside.
+def draw_masks(stored: Any, view: View) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]:
+    """Draw the objects of a sample that have polygons.
 
     Args:
-        polygons: lists of x and y in turn, in pixels of the image. What is inside of any of them is inside.
+        stored: the list of polygons of each object, or None; of a polygon, x and y in turn, in pixels of the image.
         view: window and flip of the image.
 
+    Returns:
+        `bool[n]`, whether an object has polygons; and the masks of those that have some, see `draw_polygons`.
+
     Raises:
-        BadSampleError: they are no such lists.
+        BadSampleError: a polygon is no such list, or the masks would take more than a GiB.
     """
-    mask = np.zeros((view.size, view.size), np.bool_)
+    objects = stored if stored is not None else []
+    has_polygons = np.array([bool(polygons) for polygons in objects], np.bool_)
+    count = int(has_polygons.sum())
+    if count * view.size**2 > _MAX_MASK_BYTES:
+        raise BadSampleError(f"its {count} masks of {view.size} pixels would take more than {_MAX_MASK_BYTES} bytes")
+    masks = np.zeros((count, view.size, view.size), np.uint8)
+    for mask, polygons in zip(masks, filter(None, objects), strict=True):
+        draw_polygons(polygons, view, mask.view(np.bool_))
+    return has_polygons, masks
+
+
+def draw_polygons(polygons: Sequence[Any], view: View, mask: npt.NDArray[np.bool_]) -> None:
+    """Set the pixels of an object, whose centres are inside of any of its polygons, in `mask`, `bool[size, size]`."""
     centres = np.arange(view.size) + 0.5
     for polygon in polygons:
         try:
-            points = view.map_points(np.asarray(polygon, np.float64).reshape(-1, 2))
+            stored = np.asarray(polygon, np.float64).reshape(-1, 2)
         except (TypeError, ValueError) as error:
             raise BadSampleError("a polygon of it is no list of x and y") from error
+        if not (np.abs(stored) < _FAR).all():  # also false for NaN
+            raise BadSampleError("a polygon of it is not finite")
+        points = view.map_points(stored)
         (x, y), (next_x, next_y) = points.T, np.roll(points, -1, axis=0).T
         rows, edges = np.nonzero((y <= centres[:, None]) != (next_y <= centres[:, None]))
         share = (centres[rows] - y[edges]) / (next_y - y)[edges]
         crossings = x[edges] + share * (next_x - x)[edges]
         # Each crossing turns inside into outside, and back, for the centres to its right.
         first = np.clip(np.ceil(crossings - 0.5), 0, view.size).astype(np.int64)
-        turns = np.zeros((view.size, view.size + 1), np.int64)
-        np.add.at(turns, (rows, first), 1)
-        mask |= (np.cumsum(turns[:, :-1], axis=1) % 2).astype(np.bool_)
-    return mask.view(np.uint8)
+        turns = np.zeros((view.size, view.size + 1), np.bool_)
+        np.logical_xor.at(turns, (rows, first), True)
+        mask |= np.logical_xor.accumulate(turns[:, :-1], axis=1)
 
 
 def _clip(boxes: Floats, left: float, top: float, right: float, bottom: float) -> Floats:

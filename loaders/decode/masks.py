@@ -1,4 +1,4 @@
-"""Decodes segmentation masks to the window of their image, by the nearest pixel.
+"""Decodes segmentation masks to the window of their image, by the nearest pixel, and draws those of polygons.
 
 A mask holds class numbers, which no filter may mix: the indices of a palette, or the levels of one channel of 8 or 16
 bits.
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from datasvc.errors import BadSampleError
+from datasvc.loaders.augment.objects import draw_masks
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
 from datasvc.shards.images.header import open_image
 
@@ -43,7 +44,7 @@ class MaskRun:
 
 
 class MaskDecoder:
-    """Decodes masks in threads of its own. The masks do not depend on the number of threads."""
+    """Decodes and draws masks in threads of its own. The masks do not depend on the number of threads."""
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-masks")
@@ -72,6 +73,12 @@ class MaskDecoder:
         starts = range(0, len(blobs), _MASKS_PER_TASK)
         tasks = [range(start, min(start + _MASKS_PER_TASK, len(blobs))) for start in starts]
         return MaskRun(masks, [self._pool.submit(decode, task) for task in tasks])
+
+    def draw(
+        self, stored: Sequence[Any], views: Sequence[View]
+    ) -> list[Future[tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]]]:
+        """Start to draw the polygons of samples, see `draw_masks`; their views are those of their images."""
+        return [self._pool.submit(draw_masks, each, view) for each, view in zip(stored, views, strict=True)]
 
     def close(self) -> None:
         """Drop the masks that are not begun, and wait for the threads."""

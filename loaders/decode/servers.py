@@ -27,6 +27,7 @@ from datasvc.loaders.decode.pixels import Pixels
 from datasvc.loaders.decode.reduced import smallest_reduced
 from datasvc.loaders.decode.serving import (
     MAX_HEAD_BYTES,
+    MAX_PIXELS,
     Decoder,
     EncodedImage,
     find_versions,
@@ -52,6 +53,10 @@ class _RefusedConnectionError(ConnectionError):
     """The node has as many connections as it takes, or is about to stop."""
 
 
+class _OtherServerError(ConnectionError):
+    """Another server has answered than the one that was checked, as after a restart."""
+
+
 class ServerConnection:
     """What one thread sends to a decode server, over one connection at a time."""
 
@@ -75,10 +80,12 @@ class ServerConnection:
             try:
                 decoded = self._send(images)
             except (ConnectionError, http.client.BadStatusLine) as error:
-                if not is_reused or isinstance(error, _RefusedConnectionError):
+                is_other = isinstance(error, _OtherServerError)
+                if not (is_reused or is_other) or isinstance(error, _RefusedConnectionError):
                     raise
-                # The server closes a connection that nobody has used for a while; but it may also be another one now.
-                self._server.distrust()
+                # The server closes a connection that nobody has used for a while.
+                if is_other:
+                    self._server.distrust()
                 decoded = self._send(images)
         except _RefusedConnectionError as error:
             self._skip = _BUSY_PAUSE
@@ -132,6 +139,7 @@ class ServerOfLoader:
         self._is_failing = self._is_trying = False
         self._skip, self._pause = 0, _MIN_PAUSE
         self._num_good = 0  # tasks since the last failure
+        self._instance = ""  # of the server that was checked
         self.num_images, self.num_threads = 0, count_processors()
         try:
             self.disconnect(self.connect())
@@ -192,7 +200,10 @@ class ServerOfLoader:
         size = self._decoder.size
         limit_bytes = MAX_HEAD_BYTES + 4 + len(images) * size * size * 3
         body = self._request(connection, "POST", pack_request(self._decoder, images), limit_bytes)
-        return parse_answer(body, len(images), size)
+        pixels, bad, instance = parse_answer(body, len(images), size)
+        if instance != self._instance:
+            raise _OtherServerError("another server answers at this address")
+        return pixels, bad
 
     def distrust(self) -> None:
         """Check the server before the next connection."""
@@ -273,7 +284,7 @@ class ServerOfLoader:
         expected = [worker.scale(image.blob, image.start, image.shape, box=image.box).copy() for image in probe]
         limit_bytes = MAX_HEAD_BYTES + 4 + len(probe) * self._decoder.size**2 * 3
         body = self._ask_once("POST", pack_request(self._decoder, probe), limit_bytes)
-        found, bad = parse_answer(body, len(probe), self._decoder.size)
+        found, bad, self._instance = parse_answer(body, len(probe), self._decoder.size)
         if bad or not np.array_equal(found, expected):
             raise ConfigError(
                 f"decode server {self._url} decodes images to other pixels than this machine, with the same "
@@ -373,8 +384,9 @@ def _make_probe(decoder: Decoder) -> list[EncodedImage]:
             EncodedImage(blob, [13, 21], [150, 201]),
             EncodedImage(blob, [0, 0], [192, 256], [3.5, 2.25, 180.0, 170.5]),
         ]
-    if decoder.decode_scale == "auto":
-        file, side = io.BytesIO(), smallest_reduced(decoder.size)
+    side = smallest_reduced(decoder.size)
+    if decoder.decode_scale == "auto" and side * side <= MAX_PIXELS:  # a server decodes no larger ones
+        file = io.BytesIO()
         Image.fromarray(pixels).resize((side, side)).save(file, "JPEG", quality=80)
         images.append(EncodedImage(np.frombuffer(file.getvalue(), np.uint8), [0, 0], [side, side]))
     return images

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import struct
 import threading
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ MAX_REQUEST_BYTES: Final = 64 << 20
 MAX_HEAD_BYTES: Final = 64 << 10
 MAX_IMAGES: Final = 64
 # A larger image is left to the loader: a PNG of some kB may take gigabytes.
-_MAX_PIXELS: Final = 64 << 20
+MAX_PIXELS: Final = 64 << 20
 _IMAGES_PER_TASK: Final = 2
 _MAX_SIZE: Final = 4096
 _MAX_ANSWER_BYTES: Final = 256 << 20
@@ -135,14 +136,15 @@ def _check_numbers(values: Any, kind: type, count: int, *, lowest: int = -_MAX_N
         raise ValueError(f"{str(values)[:80]} is not a list of {count} numbers in their range")
 
 
-def pack_answer(pixels: Pixels, bad: dict[int, str]) -> bytes:
+def pack_answer(pixels: Pixels, bad: dict[int, str], instance: str) -> bytes:
     """Return an answer: length of the head, `uint32`; the head, JSON; the pixels `uint8[n, size, size, 3]`."""
-    head = json.dumps({"bad": {str(index): reason for index, reason in bad.items()}}).encode()
+    named = {str(index): reason for index, reason in bad.items()}
+    head = json.dumps({"bad": named, "instance": instance}).encode()
     return b"".join([_LENGTH.pack(len(head)), head, pixels.data])
 
 
-def parse_answer(body: bytes, count: int, size: int) -> tuple[Pixels, dict[int, str]]:
-    """Return the pixels of `count` images of an answer, and which could not be decoded: index -> reason.
+def parse_answer(body: bytes, count: int, size: int) -> tuple[Pixels, dict[int, str], str]:
+    """Return the pixels of `count` images of an answer; which could not be decoded: index -> reason; and who answers.
 
     Raises:
         ValueError: the body is not the answer to a request of so many images.
@@ -155,7 +157,7 @@ def parse_answer(body: bytes, count: int, size: int) -> tuple[Pixels, dict[int, 
         raise ValueError(f"its answer is not one of decoded images: {str(error)[:200]}") from error
     if not bad.keys() <= set(range(count)):
         raise ValueError("its answer names images that were not sent")
-    return pixels, bad
+    return pixels, bad, str(head.get("instance"))
 
 
 def find_versions() -> dict[str, str | None]:
@@ -176,10 +178,12 @@ class DecodeServer:
     Attributes:
         num_threads: number of threads.
         num_images: images decoded so far.
+        instance: random text, by which a loader notices that another server answers than the one that it has checked.
     """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads, self.num_images = num_threads, 0
+        self.instance = secrets.token_hex(8)
         self._num_busy, self._is_stopped = 0, False  # tasks in progress; whether they end after their current image
         self._changed = threading.Condition()
         self._making = threading.Lock()
@@ -207,11 +211,13 @@ class DecodeServer:
         except RuntimeError as error:  # of a pool that was shut down
             raise UnavailableError(_STOPPING) from error
         self.num_images += len(images)
-        return pack_answer(pixels, {index: reason for part in parts for index, reason in part.items()})
+        bad = {index: reason for part in parts for index, reason in part.items()}
+        return pack_answer(pixels, bad, self.instance)
 
     def describe(self) -> dict[str, Any]:
-        """Return threads and images, and the versions that pixels depend on, as JSON values."""
-        return {"num_threads": self.num_threads, "num_images": self.num_images, "versions": find_versions()}
+        """Return the attributes, and the versions that pixels depend on, as JSON values."""
+        numbers = {"num_threads": self.num_threads, "num_images": self.num_images}
+        return {**numbers, "instance": self.instance, "versions": find_versions()}
 
     def close(self, timeout_s: float) -> bool:
         """Stop each thread after its current image; return whether all have ended within a time."""
@@ -246,7 +252,7 @@ class DecodeServer:
 
     def _scale(self, worker: ImageWorker, image: EncodedImage) -> Pixels:
         header = read_header(image.blob.data)
-        if header.width * header.height > _MAX_PIXELS:
+        if header.width * header.height > MAX_PIXELS:
             raise BadSampleError(f"is {header.width}x{header.height} pixels, too large for a decode server")
         return worker.scale(image.blob, image.start, image.shape, box=image.box, region=image.region)
 

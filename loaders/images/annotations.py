@@ -6,6 +6,7 @@ All of it follows the window and the flip of the first image.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,7 +20,6 @@ from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.objects import (
     ObjectConfig,
     View,
-    draw_polygons,
     find_bad_boxes,
     map_boxes,
     map_keypoints,
@@ -33,6 +33,8 @@ from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, IMAGE, is_blob, is_list, parse_box_classes
 from datasvc.shards.images.header import read_header
 
+Drawn = Future[tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]]
+"""The result of `draw_masks`, in another thread."""
 _KINDS: Final = {"images": "encoded images", "masks": "encoded masks"}
 
 
@@ -107,9 +109,14 @@ class AnnotationColumns:
         return any(name is not None for name in (self.boxes, self.keypoints, self.polygons))
 
     @property
+    def has_masks(self) -> bool:
+        """Whether batches have masks, encoded or drawn."""
+        return bool(self.masks) or self.polygons is not None
+
+    @property
     def lists(self) -> list[str]:
         """The columns of objects, which are read as Python lists."""
-        return [name for name in (self.boxes, self.keypoints, self.polygons, *self.values) if name is not None]
+        return [name for name in (self.boxes, self.keypoints, *self.values) if name is not None]
 
     @property
     def has_stored_sizes(self) -> bool:
@@ -210,7 +217,11 @@ class BatchObjects:
 
 
 def collect_objects(
-    columns: AnnotationColumns, lists: Mapping[str, Sequence[Any]], views: Mapping[int, View], size: int
+    columns: AnnotationColumns,
+    lists: Mapping[str, Sequence[Any]],
+    views: Mapping[int, View],
+    drawn: Mapping[int, Drawn],
+    size: int,
 ) -> BatchObjects:
     """Return the objects of a batch as its output shows them.
 
@@ -218,13 +229,14 @@ def collect_objects(
         columns: the columns.
         lists: values of `columns.lists` for each sample.
         views: views of the samples whose objects are wanted, by their index in the batch, ascending.
+        drawn: masks of these samples, see `draw_masks`; empty without polygons.
         size: side of the output in pixels.
     """
     found, rows = BatchObjects(), []
     for index, view in views.items():
         stored = {name: lists[name][index] for name in columns.lists}
         try:
-            rows.append((index, _sample_objects(columns, stored, view, found, index)))
+            rows.append((index, _sample_objects(columns, stored, view, found, index, drawn.get(index))))
         except BadSampleError as error:
             found.bad[index] = str(error)
     empty: dict[str, Any] = {"samples": np.int64, "numbers": np.int64, **columns.values}
@@ -244,11 +256,19 @@ def collect_objects(
 
 
 def _sample_objects(
-    columns: AnnotationColumns, stored: Mapping[str, Any], view: View, found: BatchObjects, index: int
+    columns: AnnotationColumns,
+    stored: Mapping[str, Any],
+    view: View,
+    found: BatchObjects,
+    index: int,
+    drawn: Drawn | None,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the objects of a sample by column. Raises BadSampleError: its lists differ in length or form."""
     config = columns.objects
     given = {name: len(value) for name, value in stored.items() if value is not None}
+    has_polygons, masks = (None, None) if drawn is None else drawn.result()
+    if has_polygons is not None and len(has_polygons):
+        given["polygons"] = len(has_polygons)
     if len(set(given.values())) > 1:
         raise BadSampleError(f"its lists differ in length: {given}")
     objects: dict[str, npt.NDArray[Any]] = {}
@@ -260,17 +280,19 @@ def _sample_objects(
             (found.bad if config.on_bad == "mask" else found.raised)[index] = "; ".join(bad.values())
         found.num_bad_boxes += len(bad) if config.on_bad == "drop" else 0
         objects["boxes"], numbers = map_boxes(boxes, view, config)
+    if has_polygons is not None and masks is not None:
+        if len(has_polygons) < len(numbers):
+            raise BadSampleError("has objects, and its list of polygons is null: it was ingested without polygons")
+        # A model would learn from an object without polygons that it has no pixel.
+        is_kept = has_polygons[numbers]
+        numbers = numbers[is_kept]
+        objects = {name: values[is_kept] for name, values in objects.items()}
+        objects["masks"] = masks[(np.cumsum(has_polygons) - 1)[numbers]]
     if columns.keypoints is not None:
         keypoints = read_keypoints(stored[columns.keypoints], columns.num_keypoints)
         if len(keypoints) < len(numbers):
             raise BadSampleError("its list of keypoints is null, and its other lists have objects")
         objects["keypoints"] = map_keypoints(keypoints[numbers], view, config.flip_pairs or ())
-    if columns.polygons is not None:
-        polygons = stored[columns.polygons] if stored[columns.polygons] is not None else []
-        if len(polygons) < len(numbers):
-            raise BadSampleError("its list of polygons is null, and its other lists have objects")
-        drawn = [draw_polygons(polygons[number] or (), view) for number in numbers.tolist()]
-        objects["masks"] = np.stack(drawn) if drawn else np.empty((0, view.size, view.size), np.uint8)
     for name, dtype in columns.values.items():
         values = stored[name] if stored[name] is not None else []
         if len(values) < len(numbers) or None in values:

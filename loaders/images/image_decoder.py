@@ -35,6 +35,7 @@ from datasvc.loaders.decode.masks import MaskDecoder, MaskRun
 from datasvc.loaders.images.annotations import (
     AnnotationColumns,
     BatchObjects,
+    Drawn,
     collect_objects,
     read_blobs,
     read_sizes,
@@ -119,7 +120,10 @@ class ImageDecoder:
             for name in self._columns.masks:
                 masks = read_blobs(kept, name)
                 runs.append(self._masks.start(masks, views, partial(_read, masks, shards), self._plan.size))
-        self._in_progress.append(FedBatch(batch, windows, views, runs))
+        drawn: list[Drawn] = []
+        if self._masks is not None and self._columns.polygons is not None:
+            drawn = self._masks.draw(read_lists(kept, [self._columns.polygons])[self._columns.polygons], views)
+        self._in_progress.append(FedBatch(batch, windows, views, runs, drawn))
 
     def take(self) -> ImageBatch[Any]:
         """See `BatchDecoder`."""
@@ -156,7 +160,10 @@ class ImageDecoder:
         if self._columns.has_objects:
             views = {int(index): view for index, view in zip(kept, fed.views, strict=True)}
             views = {index: view for index, view in views.items() if index not in reasons}
-            objects = collect_objects(self._columns, read_lists(batch, self._columns.lists), views, self._plan.size)
+            drawn = dict(zip(kept.tolist(), fed.drawn, strict=False))  # none without polygons
+            objects = collect_objects(
+                self._columns, read_lists(batch, self._columns.lists), views, drawn, self._plan.size
+            )
             self._check(batch, objects.raised, "objects=ObjectConfig(on_bad='drop') or 'mask'")
             reasons |= objects.bad
         bad = self._check(batch, reasons, "decode=DecodeConfig(on_bad='mask')", is_masked=self._on_bad == "mask")
@@ -223,12 +230,13 @@ class ImageDecoder:
 
 @dataclass(frozen=True)
 class FedBatch:
-    """A batch in progress; windows, views and masks are those of its samples that are not masked."""
+    """A batch in progress; windows, views, masks and drawn masks are those of its samples that are not masked."""
 
     batch: SampleBatch
     windows: Windows
     views: Sequence[View]
     masks: Sequence[MaskRun]
+    drawn: Sequence[Drawn]
 
     @property
     def kept(self) -> Integers:

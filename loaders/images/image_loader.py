@@ -75,6 +75,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             first image, upright.
         keypoints: column of keypoints, for `batch.objects`: per object a list of x, y and visibility, flat or nested.
         polygons: column of polygons, for the masks of `batch.objects`: per object a list of lists of x and y in turn.
+            Objects without polygons are left out.
         objects: which boxes are kept, what else objects have, and how keypoints flip.
         columns: further columns for `batch.columns`. Numbers and booleans become tensors; null is an error there.
             Everything else becomes lists of Python values, with None for null.
@@ -294,7 +295,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             make_backend(config, backend, framework=self._framework, profiler=self.profiler),
             framework=self._framework,
             columns=self._annotations,
-            masks=MaskDecoder(config.num_threads) if self._annotations.masks else None,
+            masks=MaskDecoder(config.num_threads) if self._annotations.has_masks else None,
             plan=self._plan,
             describe=self._batches.describe,
             numbers=self._number_columns,

@@ -304,7 +304,8 @@ class DecodeRoutes:
     async def decode(self, request: web.Request) -> web.Response:
         """Decode the images in the body."""
         # As in `_read_body`: a web page in a browser on this machine cannot send this type without asking.
-        if request.content_type != _PIXELS:
+        # The header itself, because `content_type` is this type without one.
+        if request.headers.get("Content-Type") != _PIXELS:
             raise ConfigError(f"expected a body of type {_PIXELS}")
         size_bytes = request.content_length
         if size_bytes is None or size_bytes > MAX_REQUEST_BYTES:

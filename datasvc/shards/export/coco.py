@@ -136,8 +136,8 @@ def _objects(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         entry = {"category_id": label + 1, "bbox": [left, top, width, height]}
         entry["area"] = areas[number] if areas else width * height
         entry["iscrowd"] = int(crowds[number]) if crowds else 0
-        if polygons:
-            entry["segmentation"] = polygons[number] or []
+        if polygons and polygons[number]:  # readers cannot draw an object without
+            entry["segmentation"] = polygons[number]
         if keypoints:
             points = keypoints[number]
             flat = (

@@ -62,9 +62,9 @@ def make_backend(*urls, output="uint8", backend="cpu", framework="torch", scale=
     return CpuBackend(config, backend=backend, framework=framework, profiler=StepProfiler())
 
 
-def changed(pixels, bad):
-    """Answer as other software would: with other pixels."""
-    return PACK(np.bitwise_xor(pixels, 1), bad)
+def changed(pixels, bad, _instance):
+    """Answer as another server with other software would: with other pixels."""
+    return PACK(np.bitwise_xor(pixels, 1), bad, "another")
 
 
 def only_on_servers(backend):
@@ -335,12 +335,21 @@ def test_hostile_requests_are_refused_before_anything_is_decoded(start):
         with pytest.raises(ConfigError, match=r"not one to decode images|at most"):
             parse_request(body)
     node = start()
-    assert node.ask("POST", "/decode", bodies[0]).status == 400
+    for kind, reason in (("application/octet-stream", "not one to decode images"), ("text/plain", "a body of type")):
+        answer = node.ask("POST", "/decode", bodies[0], Content_Type=kind)
+        assert (answer.status, reason in answer.json["error"]) == (400, True)
     connection = node.connect()
     connection.putrequest("POST", "/decode")
     connection.putheader("Content-Length", str(1 << 40))
     connection.endheaders()
-    assert connection.getresponse().status == 400
+    assert b"a body of type" in connection.getresponse().read()  # as of a page in a browser
+    connection.close()
+    connection = node.connect()
+    connection.putrequest("POST", "/decode")
+    connection.putheader("Content-Type", "application/octet-stream")
+    connection.putheader("Content-Length", str(1 << 40))
+    connection.endheaders()
+    assert b"Content-Length of at most" in connection.getresponse().read()
     connection.close()
 
 
@@ -358,7 +367,7 @@ def test_images_that_a_server_does_not_take_are_decoded_here(start, monkeypatch,
     expected = decode(make_backend(), images, crops)
     for name, value in (
         ("datasvc.loaders.decode.cpu._MAX_SENT_BYTES", 10),
-        ("datasvc.loaders.decode.serving._MAX_PIXELS", 10),
+        ("datasvc.loaders.decode.serving.MAX_PIXELS", 10),
     ):
         backend = only_on_servers(make_backend(node.url))
         before = node.get("/decode").json["num_images"]
@@ -368,7 +377,7 @@ def test_images_that_a_server_does_not_take_are_decoded_here(start, monkeypatch,
         backend.close()
         assert np.array_equal(found.images, expected.images)
         assert found.bad == {}
-        assert (node.get("/decode").json["num_images"] > before) == name.endswith("_MAX_PIXELS")
+        assert (node.get("/decode").json["num_images"] > before) == name.endswith("MAX_PIXELS")
     assert "is not used" not in caplog.text
 
 
@@ -392,6 +401,21 @@ def test_after_a_lost_connection_the_server_is_checked_again(start, monkeypatch)
     connection._connection.sock.shutdown(socket.SHUT_RDWR)
     monkeypatch.setattr(serving, "pack_answer", changed)
     assert connection.decode(IMAGES) is None
+
+
+def test_a_server_that_was_replaced_is_checked_before_its_pixels_are_used(start, monkeypatch, caplog):
+    node = start()
+    servers = DecodeServers([node.url], DECODER)
+    (connection,) = servers.connections()
+    monkeypatch.setattr(serving, "pack_answer", lambda pixels, bad, _: PACK(pixels, bad, "another"))
+    assert connection.decode(IMAGES) is not None  # of the same software
+    before = node.get("/decode").json["num_images"]
+    assert connection.decode(IMAGES) is not None
+    assert node.get("/decode").json["num_images"] == before + len(IMAGES)  # it is not checked each time
+    monkeypatch.setattr(serving, "pack_answer", lambda *given: changed(*given)[:-1] + b"\0")
+    servers._servers[node.url]._instance = "the one before"
+    assert connection.decode(IMAGES) is None
+    assert "other pixels than this machine" in caplog.text
 
 
 def test_a_node_or_a_proxy_may_end_a_connection_with_its_answer(start, monkeypatch, caplog):

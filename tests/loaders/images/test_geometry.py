@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders import AugmentConfig, DataRanks, DecodeConfig, DecodeGroup, ImageLoader, ObjectConfig
-from datasvc.loaders.augment.objects import View, draw_polygons
+from datasvc.loaders.augment.objects import View, draw_masks
 from datasvc.loaders.decode.choice.choose import plan_candidates
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
@@ -254,6 +254,9 @@ def test_numpy_batches_and_targets_are_those_of_torch(split):
             assert torch.equal(moved.objects["boxes"], batch.objects["boxes"])
 
 
+MASKING = DecodeConfig(num_threads=1, on_bad="mask")
+
+
 def star(random, width, height):
     """Return a polygon that is not convex, as a list of x and y."""
     angles, radius = np.linspace(0, 2 * np.pi, 12, endpoint=False), np.array([0.2, 0.5] * 6)
@@ -294,19 +297,49 @@ def test_masks_of_polygons_are_where_the_picture_shows_them(shared):
     assert np.mean(checked) > 0.97
 
 
+def mask_of(polygons, view):
+    (has_polygons,), (mask,) = draw_masks([polygons], view)
+    assert has_polygons
+    return mask
+
+
 def test_a_polygon_has_the_pixels_whose_centres_are_inside():
     view = View(np.array([0.0, 0.0, 8.0, 8.0]), flip=False, width=8, height=8, size=8)
     expected = np.zeros((8, 8), np.uint8)
     expected[2:5, 1:6] = 1
-    assert (draw_polygons([[1.0, 2.0, 6.0, 2.0, 6.0, 5.0, 1.0, 5.0]], view) == expected).all()
+    assert (mask_of([[1.0, 2.0, 6.0, 2.0, 6.0, 5.0, 1.0, 5.0]], view) == expected).all()
     expected[3:7, 4:8] = 1  # another polygon, which leaves the picture, and overlaps the first
     polygons = [[1.4, 1.6, 6.4, 1.6, 6.4, 5.4, 1.4, 5.4], [4.0, 3.0, 90.0, 3.0, 90.0, 7.0, 4.0, 7.0]]
-    assert (draw_polygons(polygons, view) == expected).all()
+    assert (mask_of(polygons, view) == expected).all()
     flipped = View(view.region, flip=True, width=8, height=8, size=8)
-    assert (draw_polygons(polygons, flipped)[:, ::-1] == draw_polygons(polygons, view)).all()
-    assert not draw_polygons([[], [1.0, 1.0], [1.0, 1.0, 5.0, 5.0]], view).any()
-    with pytest.raises(BadSampleError, match="no list of x and y"):
-        draw_polygons([[1.0, 2.0, 3.0]], view)
+    assert (mask_of(polygons, flipped)[:, ::-1] == mask_of(polygons, view)).all()
+    assert not mask_of([[], [1.0, 1.0], [1.0, 1.0, 5.0, 5.0]], view).any()
+    for polygon, reason in (
+        ([1.0, 2.0, 3.0], "no list of x and y"),
+        ([1.0, "x"], "no list of x and y"),
+        ([1.0, None, 3.0, 4.0, 5.0, 6.0], "not finite"),
+        ([1.0, 2.0, float("nan"), 4.0, 5.0, 6.0], "not finite"),
+        ([1.0, 2.0, 1e308, 4.0, 5.0, 1e300], "not finite"),
+    ):
+        with pytest.raises(BadSampleError, match=reason):
+            draw_masks([[polygon]], view)
+    with pytest.raises(BadSampleError, match="would take more than"):
+        draw_masks([[[1.0, 2.0]]] * 200, View(view.region, flip=False, width=8, height=8, size=4096))
+
+
+def test_objects_without_polygons_are_left_out_and_samples_without_their_list_are_bad(shared):
+    square = [[1.0, 1.0, 90.0, 1.0, 90.0, 90.0, 1.0, 90.0]]
+    boxes = [[0.0, 0.0, 50.0, 50.0], [10.0, 10.0, 90.0, 90.0], [20.0, 20.0, 99.0, 99.0]]
+    kept = {"boxes": boxes, "box_labels": [0, 1, 2], "polygons": [square, [], square]}
+    split = one(shared, "some-polygons", **kept)
+    objects = ObjectConfig(min_visible=0)
+    batch, index = load(split, keypoints=None, objects=objects, masks=(), polygons="polygons", decode=MASKING)
+    target = batch.targets[index]
+    assert target["labels"].tolist() == [0, 2]
+    assert target["numbers"].tolist() == [0, 2]
+    assert target["masks"].sum(dim=(1, 2)).tolist() == [target["masks"][0].sum()] * 2
+    assert sorted(batch.bad) == sorted(set(range(4)) - {index})
+    assert all("ingested without polygons" in reason for reason in batch.bad.values())
 
 
 BAD_BOXES = [[10.0, 10.0, 10.0, 40.0], [-50.0, 0.0, -10.0, 20.0], [float("nan")] * 4, [30.0, 30.0, 20.0, 20.0]]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self
 
@@ -76,6 +76,10 @@ class AnnotatedSource(ListedSource):
             raise BadSampleError(f"its annotation has {len(annotation.boxes)} boxes; expected at most {_MAX_BOXES}")
         if not all(math.isfinite(number) for box in annotation.boxes for number in box):
             raise BadSampleError("a box of its annotation is not finite")
+        columns = dict(zip(self.schema.names[_FIRST_COLUMN:], annotation.values, strict=True))
+        polygons = chain.from_iterable(columns.get(POLYGONS, ()))
+        if not all(math.isfinite(number) for polygon in polygons for number in polygon):
+            raise BadSampleError("a polygon of its annotation is not finite")
         width, height = annotation.size or (1, 1)
         # One pixel is allowed for the rounding of an image that is stored smaller.
         difference = abs(width * header.height - height * header.width)
@@ -85,7 +89,6 @@ class AnnotatedSource(ListedSource):
                 "camera turned the picture, annotate it upright"
             )
         across, down = header.width / width, header.height / height
-        columns = dict(zip(self.schema.names[_FIRST_COLUMN:], annotation.values, strict=True))
         if KEYPOINTS in columns:
             columns[KEYPOINTS] = _scale(columns[KEYPOINTS], across, down, 1)
         if POLYGONS in columns:

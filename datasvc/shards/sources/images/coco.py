@@ -10,8 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from math import isfinite
 from typing import Any, ClassVar, Final, cast
 
 import pyarrow as pa
@@ -199,10 +197,14 @@ def _annotate(
 
 
 def _polygons(segmentation: Any) -> list[list[float]]:
-    """Return the polygons of an object; [] if it has none, or has run lengths as a crowd has. Raises ValueError."""
+    """Return the polygons of an object that have an area; [] if it has run lengths, as a crowd. Raises ValueError.
+
+    A list of numbers is one polygon.
+    """
     if not isinstance(segmentation, list):
         return []
-    polygons = [list(map(float, polygon)) for polygon in segmentation]
-    if any(len(polygon) % 2 for polygon in polygons) or not all(map(isfinite, chain(*polygons))):
+    listed = segmentation if any(isinstance(polygon, list) for polygon in segmentation) else [segmentation]
+    polygons = [list(map(float, polygon)) for polygon in listed]
+    if any(len(polygon) % 2 for polygon in polygons):
         raise ValueError("a polygon is no list of x and y")
-    return polygons
+    return [polygon for polygon in polygons if len(polygon) >= 6]

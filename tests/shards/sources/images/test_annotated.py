@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.loaders.augment.objects import View, draw_polygons
+from datasvc.loaders.augment.objects import View, draw_masks
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export.exporter import export
 from datasvc.shards.format.schema import BOX_CLASSES
@@ -217,24 +217,29 @@ def test_polygons_are_stored_scaled_exported_and_drawn_as_pycocotools_draws_them
         [[33.0, 10.0, 60.0, 12.0, 40.0, 40.0], [1.0, 30.0, 9.0, 30.0, 9.0, 38.0]],
     ]
     run_lengths = {"counts": [0, 9], "size": [HEIGHT, WIDTH]}
+    written = [
+        [*polygons[0], [1.0, 1.0, 5.0, 5.0]],
+        polygons[1],
+        run_lengths,
+        polygons[0][0],
+    ]  # a flat list is one polygon
     annotations = [
         {"id": 10 * n + k, "image_id": n, "category_id": 7, "bbox": [2, 2, 55, 36], "segmentation": segmentation}
         for n in range(2)
-        for k, segmentation in enumerate([*polygons, run_lengths])
+        for k, segmentation in enumerate(written)
     ]
     write_coco(tmp_path / "source", "train", range(2), annotations=annotations)
     split = ingested(repository, tmp_path / "source", "coco")["train"]
-    assert split[0]["polygons"] == [*polygons, []]
+    assert split[0]["polygons"] == [*polygons, [], polygons[0]]
     small = ingested(repository, tmp_path / "source", "coco", "small", max_side=30)["train"]
     np.testing.assert_allclose(small[0]["polygons"][0], np.array(polygons[0]) / 2)
     export(repository, "boxes", str(tmp_path / "out"), "coco")
     read = coco.COCO(str(tmp_path / "out" / "annotations" / "instances_train.json"))
     found = read.loadAnns(read.getAnnIds(imgIds=[1]))
     view = View(np.array([0.0, 0.0, WIDTH, WIDTH]), flip=False, width=WIDTH, height=HEIGHT, size=WIDTH)
-    for annotation, stored in zip(found[:2], polygons, strict=True):
-        expected, drawn = read.annToMask(annotation), draw_polygons(stored, view)
-        assert (expected != drawn[:HEIGHT]).mean() < 0.02
-    assert found[2]["segmentation"] == []
+    for annotation, mask in zip(found[:2], draw_masks(polygons, view)[1], strict=True):
+        assert (read.annToMask(annotation) != mask[:HEIGHT]).mean() < 0.02
+    assert "segmentation" not in found[2]
 
 
 def test_polygons_of_yolo_are_stored_with_their_boxes(repository, tmp_path):
@@ -292,6 +297,7 @@ ONE = {"id": 1, "image_id": 0, "category_id": 7}
         ("voc", "Annotations/000.xml", voc_xml().replace(">6.0<", ">nan<").replace(">7.0<", ">nan<"), "not finite"),
         ("yolo", "labels/train/000.txt", "0 30 20 10 10", "in pixels"),
         ("yolo", "labels/train/000.txt", "2 0.5 0.5 0.1 0.1", "class 2 of 2"),
+        ("yolo", "labels/train/000.txt", "1 0.1 0.1 nan 0.5 0.5 0.5", "polygon of its annotation is not finite"),
         ("yolo", "labels/train/000.txt", b"0 0.5 0.5 0.1 \xff", "expected class x y w h"),
         ("yolo", "images/train/000.jpg", b"", "empty"),
     ],
@@ -309,7 +315,10 @@ def test_bad_annotations_make_bad_samples(repository, tmp_path, kind, path, cont
         ({"annotations": [{**ONE, "bbox": [1, 2, 3]}]}, "no valid bbox"),
         ({"annotations": [{**ONE, "bbox": [1, 2, 1e999, 3]}]}, "not finite"),
         ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 2, 3]]}]}, "or polygons"),
-        ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 1e999]]}]}, "or polygons"),
+        (
+            {"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 1e999] * 3]}]},
+            "polygon of its annotation",
+        ),
         ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "category_id": 99}]}, "no valid bbox, category"),
         (
             {"images": [{**COCO_IMAGE, "width": HEIGHT, "height": WIDTH}, GOOD_IMAGE], "annotations": []},
