@@ -157,7 +157,10 @@ class ElasticMemory(State):
         """
         self._run, self._is_due = run, False
         self._step_end = StepEnd(run) if keeps_step_ends(run) else None
-        self._older = []  # all ranks have what `sync` has sent
+        # All ranks have what `sync` has sent. A later loss can leave no whole replica in the rest of a round: then
+        # all go back to the copy before the round.
+        is_in_round = self.snapshot is not None and self.snapshot.commit[2] == IN_ROUND
+        self._older = [copy for copy in self._older if is_in_round and copy.commit[2] != IN_ROUND]
         first_version = run.checkpoints.version
         try:
             yield
@@ -227,7 +230,7 @@ class ElasticMemory(State):
     def save(self) -> None:
         """Copy the state of the run to host memory."""
         assert self._run is not None, "a commit is made in a round only"
-        self._older = [] if self.snapshot is None else [self.snapshot]
+        self._older = [] if self.snapshot is None else [self.snapshot, *self._older]
         self.snapshot = take_snapshot(self._run, ends_epoch=self._ends_epoch)
 
     def restore(self) -> None:
@@ -249,13 +252,13 @@ class ElasticMemory(State):
         if plan.commit is None:
             self.snapshot, self._older = None, []
             return
-        copy = next((copy for copy in own if copy.commit == plan.commit), None)
+        copy = next((copy for copy in own if plan.takes(hvd.rank(), copy.as_copy)), None)
         # A rank can be lost before all have their parts. Therefore the own copies stay, and the new one, whose place
         # has a number of this round, is another commit. Copies that spare ranks keep are older than it.
         snapshot = _exchange(copy, plan)
         commit = (_round_number(), snapshot.step, snapshot.commit[2])
         self.snapshot = dataclasses.replace(snapshot, commit=commit, place=places[hvd.rank()])
-        self._older = [copy for copy in own if copy.commit >= plan.commit]
+        self._older = [copy for copy in own if plan.commit[2] == IN_ROUND or copy.commit >= plan.commit]
 
 
 def _round_number() -> int:

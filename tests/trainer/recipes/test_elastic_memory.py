@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import datasvc.trainer as hvd
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.ledger.audit import audit
+from datasvc.ledger.broken_rounds import RoundPart
 from datasvc.ledger.file import read_ledger
 from datasvc.models import describe_model, model_log
 from datasvc.models.saving.rank_channel import LostRankError
@@ -29,7 +31,7 @@ from datasvc.trainer.recipes.elastic_memory import (
     reporting_lost_ranks,
     take_snapshot,
 )
-from datasvc.trainer.recipes.layouts.places import Place, StateCopy
+from datasvc.trainer.recipes.layouts.places import IN_ROUND, Place, StateCopy
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents
@@ -398,6 +400,28 @@ def test_a_rank_that_is_lost_while_parts_are_sent_costs_no_copy(compressed, monk
     monkeypatch.setattr(elastic_memory, "_round_number", lambda: 7)
     memory.sync()
     assert [copy.commit for copy in (memory.snapshot, *memory._older)] == [(7, own.step, False), own.commit]
+
+
+def test_a_rank_goes_back_with_the_other_one_of_its_replica_and_keeps_the_copy_before_the_round(
+    compressed, monkeypatch
+):
+    """It is a step further in the rest of a round than the other, which has only the copy of its start."""
+    before = take_snapshot(compressed)
+    part = RoundPart(0, 0, 2, 8, 4, np.arange(4))
+    start = dataclasses.replace(before, commit=(2, 0, IN_ROUND), place=Place(0, 0), round_part=part)
+    later = dataclasses.replace(start, round_part=dataclasses.replace(part, applied=np.arange(6)))
+    memory = ElasticMemory(compressed.config)
+    memory.snapshot, memory._older = later, [start, before]
+    other = dataclasses.replace(start.as_copy, place=Place(0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd, "size", lambda: 2)
+        patch.setattr(elastic_memory, "find_places", lambda *_, **_options: [Place(0, 0), Place(0, 1)])
+        patch.setattr(elastic_memory, "allgather_object", lambda own, name: [own, ([other], True)])
+        patch.setattr(elastic_memory, "broadcast_object", lambda value, *_: value)
+        memory.sync()
+    assert memory.snapshot.round_part.applied.tolist() == [0, 1, 2, 3]
+    with memory.holding(compressed):
+        assert [copy.commit for copy in memory._older] == [before.commit]
 
 
 @pytest.fixture

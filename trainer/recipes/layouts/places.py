@@ -7,7 +7,7 @@ the state of its former part. Invariant: all ranks continue from copies of one c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from datasvc.planning.layout import Layout, plan_layout
 
@@ -56,13 +56,22 @@ class TransferPlan:
         sources: for each rank, the rank whose copy it takes; its own number if it keeps its own copy.
         keeps_moments: whether the moments of each replica are those of one former replica. Otherwise they begin
             again: ranks of a replica that update the same weights would make different steps.
-        missing: parts of which no rank has a copy of the newest commit, if `commit` is None.
+        missing: parts of which no rank has a copy of the newest commit, if `commit` is None. All parts, if each is
+            left in a round, but no whole replica.
+        num_applied: for each rank, which copy of the commit it continues or sends, see `StateCopy`; None: none of
+            its own. () unless the commit is `IN_ROUND`.
     """
 
     commit: Commit | None
     sources: tuple[int, ...] = ()
     keeps_moments: bool = True
     missing: tuple[int, ...] = ()
+    num_applied: tuple[int | None, ...] = ()
+
+    def takes(self, rank: int, copy: StateCopy) -> bool:
+        """Return whether a copy that a rank has is the one that it continues or sends."""
+        is_in_round = bool(self.num_applied)
+        return copy.commit == self.commit and (not is_in_round or copy.num_applied == self.num_applied[rank])
 
 
 def find_places(layout: Layout, *, has_own_steps: bool) -> list[Place]:
@@ -91,30 +100,43 @@ def plan_transfers(copies: Sequence[Sequence[StateCopy]], places: Sequence[Place
     parts = {place.part for place in places}
     commits = sorted({copy.commit for of_rank in copies for copy in of_rank}, reverse=True)
     for commit in commits:
-        found = [next((copy for copy in of_rank if copy.commit == commit), None) for of_rank in copies]
+        of_commit = [[copy for copy in of_rank if copy.commit == commit] for of_rank in copies]
         if commit[2] == IN_ROUND:
-            found = _keep_whole_replicas(found, len(places) // (max(place.replica for place in places) + 1))
+            num_ranks = len(places) // (max(place.replica for place in places) + 1)
+            found = _find_whole_replicas(of_commit, num_ranks)
+        else:
+            found = [of_rank[0] if of_rank else None for of_rank in of_commit]
         held = [None if copy is None else copy.place for copy in found]
         if {place.part for place in held if place is not None} >= parts:
-            return _plan_from(commit, held, places)
+            plan = _plan_from(commit, held, places)
+            if commit[2] != IN_ROUND:
+                return plan
+            return replace(plan, num_applied=tuple(None if copy is None else copy.num_applied for copy in found))
     if not commits:
         return TransferPlan(None)
     left = {copy.place.part for of_rank in copies for copy in of_rank if copy.commit == commits[0]}
-    return TransferPlan(None, missing=tuple(sorted(parts - left)))
+    return TransferPlan(None, missing=tuple(sorted(parts - left or parts)))
 
 
-def _keep_whole_replicas(found: Sequence[StateCopy | None], num_ranks: int) -> list[StateCopy | None]:
-    """Return copies of a round without those of replicas that have lost a rank, or whose ranks differ by a step."""
-    members: dict[int, list[StateCopy]] = {}
-    for copy in found:
-        if copy is not None:
-            members.setdefault(copy.place.replica, []).append(copy)
-    whole = {
-        replica
-        for replica, copies in members.items()
-        if len(copies) == num_ranks and len({copy.num_applied for copy in copies}) == 1
+def _find_whole_replicas(copies: Sequence[Sequence[StateCopy]], num_ranks: int) -> list[StateCopy | None]:
+    """Return for each rank the newest of its copies of a round that all ranks of its replica have; None: none.
+
+    A rank has several: that of the start of the rest of a round, and a later one.
+    """
+    members: dict[int, list[set[int]]] = {}
+    for of_rank in copies:
+        if of_rank:
+            numbers = {copy.num_applied for copy in of_rank}
+            members.setdefault(of_rank[0].place.replica, []).append(numbers)
+    common = {
+        replica: max(set.intersection(*numbers), default=None)
+        for replica, numbers in members.items()
+        if len(numbers) == num_ranks
     }
-    return [copy if copy is not None and copy.place.replica in whole else None for copy in found]
+    return [
+        next((copy for copy in of_rank if copy.num_applied == common.get(copy.place.replica)), None)
+        for of_rank in copies
+    ]
 
 
 def _plan_from(commit: Commit, held: Sequence[Place | None], places: Sequence[Place]) -> TransferPlan:

@@ -92,12 +92,39 @@ def test_a_round_is_continued_by_replicas_that_are_whole_and_others_take_over_th
 
     # The second replica has lost a rank.
     copies = after((0, 0, 4), (0, 1, 4), (2, 0, 6), (2, 1, 6), (1, 1, 4), None)
-    assert plan_transfers(copies, pairs(3)) == TransferPlan(commit, (0, 1, 2, 3, 0, 1))
+    plan = plan_transfers(copies, pairs(3))
+    assert plan == TransferPlan(commit, (0, 1, 2, 3, 0, 1), num_applied=(4, 4, 6, 6, None, None))
     # The ranks of the first one differ by a step, so its weights are of no step.
     copies = after((0, 0, 4), (0, 1, 6), (2, 0, 6), (2, 1, 6))
-    assert plan_transfers(copies, pairs(2)) == TransferPlan(commit, (2, 3, 2, 3))
+    plan = plan_transfers(copies, pairs(2))
+    assert plan == TransferPlan(commit, (2, 3, 2, 3), num_applied=(None, None, 6, 6))
     # No replica is whole: all go back to the last copy.
     assert plan_transfers(after((0, 0, 4), (0, 1, 6), (2, 0, 6), None), pairs(2)).commit == NEW
+
+
+def test_a_replica_whose_ranks_differ_by_a_step_of_the_rest_of_a_round_continues_from_the_start_of_the_rest():
+    """All had a copy with four samples at the start of the rest."""
+    rest = (2, 8, IN_ROUND)
+
+    def copy(replica, part, num_applied, commit=rest):
+        return StateCopy(commit, Place(replica, part), num_applied)
+
+    # The second replica has lost a rank.
+    copies = [(copy(0, 0, 6), copy(0, 0, 4)), (copy(0, 1, 4),), (copy(1, 0, 4),), ()]
+    assert plan_transfers(copies, pairs(2)) == TransferPlan(rest, (0, 1, 0, 1), num_applied=(4, 4, None, None))
+    # The ranks with part 0 have ended their averaging, and those with part 1 have not.
+    ended = (2, 12, IN_ROUND)
+    copies = [
+        (copy(replica, part, 6 * part, rest if part else ended), copy(replica, part, 4))
+        for replica in range(2)
+        for part in range(2)
+    ]
+    assert plan_transfers(copies, pairs(2)) == TransferPlan(rest, (0, 1, 2, 3), num_applied=(4, 4, 4, 4))
+
+
+def test_without_a_whole_replica_in_a_round_all_parts_are_lost():
+    copies = held((0, 0), None, None, (1, 1), commit=(1, 8, IN_ROUND))
+    assert plan_transfers(copies, pairs(2)) == TransferPlan(None, missing=(0, 1))
 
 
 def test_a_part_that_nobody_has_is_named_and_a_job_that_begins_misses_none():
