@@ -182,9 +182,17 @@ def report_commits(run: Run) -> None:
             event, details = "local_checkpoint", {**facts, "stall_s": handle.stall_s}
         else:
             run.version = str(handle.version)
+            run.committed.append((handle.step, run.version))
             event, details = "checkpoint", {"version": run.version, **facts, "stall_s": handle.stall_s}
         if hvd.rank() == 0:
             run.events.report(event, **details)
+
+
+def committed_versions(run: Run) -> list[tuple[int, str]]:
+    """Return step and name of each version that this process has committed to the repository, in order."""
+    ended = [(handle.step, handle.version) for handle, _ in run.saves]
+    unreported = [(step, str(version)) for step, version in ended if type(version) is Resolved]
+    return [*run.committed, *unreported]
 
 
 def restore(

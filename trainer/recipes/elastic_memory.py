@@ -34,7 +34,7 @@ from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from datasvc.trainer.optim.broadcast_state import allgather_object, broadcast_object
 from datasvc.trainer.recipes import random_state
-from datasvc.trainer.recipes.checkpoints import load_optimizer, report_commits
+from datasvc.trainer.recipes.checkpoints import committed_versions, load_optimizer, report_commits
 from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.layouts.places import (
     AFTER_EPOCH,
@@ -140,6 +140,7 @@ class ElasticMemory(State):
         # The copies before the newest one, while it is not known that all ranks have a newest one.
         self._older: list[Snapshot] = []
         self._run: Run | None = None
+        self._first_parent: str | None = None  # at the start of this round
         self._step_end: StepEnd | None = None
         self._is_due = self._ends_epoch = False
 
@@ -161,7 +162,7 @@ class ElasticMemory(State):
         # all go back to the copy before the round.
         is_in_round = self.snapshot is not None and self.snapshot.commit[2] == IN_ROUND
         self._older = [copy for copy in self._older if is_in_round and copy.commit[2] != IN_ROUND]
-        first_version = run.checkpoints.version
+        first_version, self._first_parent = run.checkpoints.version, parent_of(run)
         try:
             yield
         except HostsUpdatedInterrupt as error:
@@ -204,6 +205,10 @@ class ElasticMemory(State):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the gradients of the lost step are no loss
             snapshot = take_snapshot(run, in_round=in_round)
+        if in_round is not None:
+            # A version of a later step has learned from what the lost rank had, and is no part of the history.
+            before = [version for step, version in committed_versions(run) if step <= in_round.step]
+            snapshot = dataclasses.replace(snapshot, parent=before[-1] if before else self._first_parent)
         self._older = self._older if newest is None else [newest, *self._older]
         self.snapshot = snapshot
         self.num_commits += 1  # this round has made progress

@@ -49,6 +49,7 @@ class Run(Learner):
         step: optimizer steps so far.
         version: newest checkpoint of this run, or the checkpoint that it continues; None before the first one.
         saves: saves not reported yet, each with the epoch of its state.
+        committed: step and name of each version whose commit was reported.
         metrics: metrics of the newest evaluation; empty if training has continued since.
         average_statistics: statistics of batch normalisation with which that evaluation ran the averaged weights;
             empty unless they are recomputed.
@@ -79,6 +80,7 @@ class Run(Learner):
     step: int = 0
     version: str | None = None
     saves: deque[tuple[SaveHandle, int]] = field(default_factory=deque)
+    committed: list[tuple[int, str]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     average_statistics: dict[str, Tensor] = field(default_factory=dict)
     parent: str | None = None

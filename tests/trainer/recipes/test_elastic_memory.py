@@ -247,6 +247,33 @@ def test_with_averages_a_failure_repeats_the_steps_since_the_last_round_of_all_r
     assert audit([list(read_ledger(tmp_path))]).is_proven
 
 
+@pytest.mark.usefixtures("keeping_step_ends")
+def test_a_version_of_a_round_in_which_a_rank_is_lost_later_is_no_parent(repository, capsys, monkeypatch):
+    """A rank is lost after step 7 of the round that began after step 4; versions are saved after steps 3 and 6."""
+    real_update, left = training.update, [7]
+
+    def update(run, batch, mark):
+        if left and run.step == left[0]:
+            left.clear()
+            for handle, _ in run.saves:
+                handle.wait()
+            raise hvd.HorovodInternalError("a rank was lost")
+        return real_update(run, batch, mark)
+
+    monkeypatch.setattr(training, "update", update)
+    events = run(
+        repository, "saved-in-round", capsys, sync="local:4", ema_decay=None, checkpoint_every=3, commit_every=1000
+    )
+    assert [(event["step"], event.get("kept_samples")) for event in events if event["event"] == "round"] == [
+        (0, None),
+        (4, 24),
+    ]
+    assert not left
+    versions = [version.entry for version in model_log(repository, "saved-in-round")]
+    parents = [(entry["step"], entry["parent"]) for entry in versions]
+    assert parents[:3] == [(3, None), (6, "saved-in-round@1"), (8, "saved-in-round@1")]
+
+
 def test_a_loss_scale_that_has_fallen_is_that_of_the_round_after_a_failure(repository, capsys, monkeypatch):
     """A gradient overflows in the fifth step; a rank is lost two steps later, and another before the next copy."""
     real_update, scales, fails_before = training.update, [], set()
