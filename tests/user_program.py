@@ -146,6 +146,7 @@ def use_models(folder: Path) -> None:
     assert str(saved) == "net@3"
     assert repo.models.restore(saved, only=["model"], rename={"model": ""}, trusted_keys=()).state.keys()
     assert repo.models.load_into(net, "net@3", prefix="model", strict=True).is_exact
+    assert set(repo.models.open_safetensors("net@3").keys()) == set(net.state_dict())
 
     assert repo.models.names() == ["net"]
     assert [version.version for version in repo.models.ls()] == [3]

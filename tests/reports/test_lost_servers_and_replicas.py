@@ -148,7 +148,7 @@ def test_a_replica_that_returns_takes_all_of_its_parts_from_one_replica():
     plan = plan_transfers(held((0, 0), (0, 1), (1, 0), None), pairs(2))
     assert (plan.sources, plan.keeps_moments) == ((0, 1, 0, 1), True)
     # A rank has committed one step more than all that are left: no rank has the other part of it.
-    ahead = held((0, 0), commit=(1, 12))[0]
+    ahead = held((0, 0), commit=(1, 12, False))[0]
     assert plan_transfers([(*ahead, *held((0, 0))[0]), *held((0, 1))], pairs(1)).commit == NEW
 
 

@@ -171,8 +171,8 @@ def test_planning_and_views_are_read_s(make, clock, monkeypatch):
     loader = make()
     real = loader._batches.stream
 
-    def slow(cursor):
-        for batch in real(cursor):
+    def slow(*cursor):
+        for batch in real(*cursor):
             clock.advance(100)
             yield batch
 
