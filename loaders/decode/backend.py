@@ -57,10 +57,11 @@ class DecodeConfig:
             `DATASVC_TLS_NAME`. Pixels are those decoded here, which is checked first. What a server does not decode
             is decoded here, and it is tried again later. Only for "cpu" and "pillow"; "auto" is one of these then.
         decode_scale: "auto": "cpu" and "pillow" decode a large JPEG at 1/2, 1/4 or 1/8 of its size where that takes
-            less time and gives at least twice the pixels of the output in each direction; pixels of photos then
-            differ by less than one level of 255 in the mean. "full": at full size, as on a GPU, in earlier releases,
-            and always for `evaluation="torchvision"`. A state has "auto" if an image of the data set is large enough;
-            after a state without it, "auto" decodes at full size too.
+            less time and gives at least two to five times the pixels of the output in each direction; windows of
+            photos then differ by less than one level of 255 in the mean, for outputs of 32 pixels or more. "full":
+            at full size, as on a GPU, in earlier releases, and always for `evaluation="torchvision"`. A state has
+            "auto" if an image of the data set is large enough; after a state without it, "auto" decodes at full size
+            too.
 
     Raises:
         ConfigError: a value is out of range.

@@ -34,6 +34,7 @@ class JpegFrame:
         width: of the stored image in pixels.
         height: of the stored image in pixels.
         is_progressive: whether the pixels are in several scans.
+        is_uneven: whether colours are stored at a smaller size in one direction than in the other, as in 4:2:2.
         orientation: EXIF orientation, 1 to 8.
     """
 
@@ -41,6 +42,7 @@ class JpegFrame:
     width: int
     height: int
     is_progressive: bool
+    is_uneven: bool
     orientation: int
 
     @classmethod
@@ -58,7 +60,10 @@ class JpegFrame:
                 bits, height, width, components = _FRAME.unpack_from(raw, offset)
                 if bits != 8 or components not in {1, 3}:
                     return None
-                return cls(offset, width, height, marker == _PROGRESSIVE, read_orientation(raw, "JPEG"))
+                # Three bytes for each component: its id, its sampling factors (4 bits each) and a table.
+                sampling = [divmod(pair, 16) for pair in raw[offset + _FRAME.size + 1 :][: 3 * components : 3]]
+                is_uneven = any(across * sampling[0][1] != down * sampling[0][0] for across, down in sampling)
+                return cls(offset, width, height, marker == _PROGRESSIVE, is_uneven, read_orientation(raw, "JPEG"))
             offset += length - 2  # the length has two bytes itself
         return None
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 DecodeScale = Literal["auto", "full"]
 
 _FACTORS: Final = (8, 4, 2)
-# Decoded pixels per side and output pixel, at least. The mean difference to the full size, of 255 levels, in photos
-# of much detail is up to 2.2 with 1, 0.9 with 1.5 and 0.6 with 2, which takes only a few percent longer than 1.5.
-_MIN_DENSITY: Final = 2
 # Of the pixels in the rows above the window, counted twice, and beside it: the share that the window must exceed. In
 # the rows above, a decoder of windows saves time too. Measured: 12 megapixels, 0.08 to 0.31 bytes a pixel.
 _MIN_SHARE: Final = 0.25
@@ -46,9 +43,22 @@ def parse_decode_scale(value: object) -> DecodeScale:
     raise ConfigError(f"decode_scale is {value!r}; expected one of {', '.join(get_args(DecodeScale))}")
 
 
-def smallest_reduced(size: int) -> int:
-    """Return the shorter side of the smallest windows that may be decoded at a reduced scale, in pixels."""
-    return _FACTORS[-1] * _MIN_DENSITY * size
+def smallest_reduced(size: int, *, is_uneven: bool = False) -> int:
+    """Return the shorter side of the smallest windows that may be decoded at a reduced scale, in pixels.
+
+    `is_uneven`: see `JpegFrame`.
+    """
+    return _FACTORS[-1] * _min_density(size, is_uneven=is_uneven) * size
+
+
+def _min_density(size: int, *, is_uneven: bool) -> int:
+    """Return the decoded pixels per side and output pixel, at least.
+
+    The mean difference to the full size is below one level of 255 with it, also in windows of which each pixel is
+    sharp. Windows of small outputs are small, so that a part of much detail can fill one. Uneven colours have a
+    smaller size than the other pixels, also at a reduced scale.
+    """
+    return (4 if size < 64 else 3 if size < 224 else 2) + is_uneven
 
 
 def may_reduce(width: float, height: float, size: int) -> bool:
@@ -87,7 +97,7 @@ def decode_reduced(
     in_window = (0, 0, width, height) if box is None else box
     scaled = frame.stored([x + in_window[0], y + in_window[1], x + in_window[2], y + in_window[3]])
     window = frame.stored([x, y, x + width, y + height])
-    factor = _choose_factor(scaled, size)
+    factor = _choose_factor(scaled, _min_density(size, is_uneven=frame.is_uneven) * size)
     if factor is None or not frame.holds(window):
         return None
     # A decoder has to read all scans of a progressive file, so its windows save little.
@@ -108,10 +118,10 @@ def decode_reduced(
     return frame.turn_upright(np.asarray(resized))
 
 
-def _choose_factor(box: Sequence[float], size: int) -> int | None:
-    """Return the factor of the smallest decoded image that has enough pixels; None: only the full size has."""
+def _choose_factor(box: Sequence[float], min_side: int) -> int | None:
+    """Return the factor of the smallest decoded image with so many pixels a side; None: only the full size has."""
     side = min(box[2] - box[0], box[3] - box[1])
-    return next((factor for factor in _FACTORS if side >= factor * _MIN_DENSITY * size), None)
+    return next((factor for factor in _FACTORS if side >= factor * min_side), None)
 
 
 def _is_faster(window: Sequence[float], frame: JpegFrame) -> bool:

@@ -385,7 +385,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             return
         _LOG.warning(
             "the state was saved by a loader with decode_scale=%r, and this one decodes at full size, so pixels of "
-            "large photos differ by half a level of 255 or less: to continue with equal ones, give "
+            "large photos differ by up to one level of 255 in the mean: to continue with equal ones, give "
             "DecodeConfig(decode_scale=%r)",
             scale,
             scale,

@@ -1,9 +1,11 @@
 """Large JPEGs at a reduced scale: which windows, how much their pixels differ, and from what part of the file."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
+import simplejpeg
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -12,11 +14,11 @@ from datasvc.loaders import DecodeConfig
 from datasvc.loaders.decode import reduced
 from datasvc.loaders.decode.pixels import CropDecoder, PixelFormat
 from datasvc.loaders.decode.reduced import decode_reduced
-from datasvc.loaders.decode.worker import ImageWorker
+from datasvc.loaders.decode.worker import ImageWorker, decode_window
 from tests.support.odd_images import exif
 
 PHOTOS = load_sample_images().images  # uint8[427, 640, 3]: a building of much detail, and a flower
-SIZE = 32
+SIZE = 16
 
 
 def encode(image, kind="JPEG", **options):
@@ -59,6 +61,21 @@ def test_reduced_photos_differ_by_less_than_a_level(orientation, mode):
             assert np.abs(found - full).mean() < 1, (start, shape)
 
 
+@pytest.mark.parametrize("size", [32, 64, 224])
+@pytest.mark.parametrize("subsampling", ["444", "420", "422", "440", "411"])
+def test_the_smallest_windows_of_a_sharp_photo_differ_by_less_than_a_level(size, subsampling):
+    tiled = np.tile(np.concatenate([PHOTOS[0], PHOTOS[0][::-1]]), (2, 3, 1))  # large enough, and as sharp
+    blob = np.frombuffer(simplejpeg.encode_jpeg(tiled, quality=92, colorsubsampling=subsampling), np.uint8)
+    is_uneven = subsampling in {"422", "440", "411"}
+    side = reduced.smallest_reduced(size, is_uneven=is_uneven)
+    starts = (np.linspace(0, length - side, 4, dtype=int).tolist() for length in tiled.shape[:2])
+    for top, left in itertools.product(*starts):
+        window = (top, left), (side, side)
+        found = decode_reduced(blob, *window, size, decodes_windows=False)
+        assert np.abs(found.astype(int) - decode_window(blob, *window, size)).mean() < 1, window
+    assert decode_reduced(blob, (0, 0), (side - 1, side), size, decodes_windows=False) is None
+
+
 @pytest.mark.parametrize(
     ("window", "options", "is_reduced"),
     [
@@ -66,7 +83,7 @@ def test_reduced_photos_differ_by_less_than_a_level(orientation, mode):
         (((0, 0), (427, 640)), {"orientation": 6}, False),  # too wide: upright, it is 427x640
         (((0, 0), (640, 427)), {"orientation": 6}, True),
         (((100, 100), (250, 300)), {}, True),
-        (((0, 0), (127, 640)), {}, False),  # too few pixels for twice the output
+        (((0, 0), (127, 640)), {}, False),  # too few pixels for four times the output
         (((0, 0), (128, 640)), {}, True),
         (((290, 0), (130, 140)), {}, False),  # below many rows, which a decoder of windows passes over
         (((290, 0), (130, 140)), {"decodes_windows": False}, True),

@@ -76,8 +76,8 @@ def only_on_servers(backend):
 
 def test_a_server_decodes_large_photos_at_the_scale_of_this_machine(start):
     images, crops = (
-        photos(4, width=300, height=200),
-        Windows(*np.int32([[[0, 0]] * 4, [[190, 290]] * 4]), np.zeros(4)),
+        photos(4, width=400, height=300),
+        Windows(*np.int32([[[0, 0]] * 4, [[290, 390]] * 4]), np.zeros(4)),
     )
     node = start()
     backends = [make_backend(scale="auto"), only_on_servers(make_backend(node.url, scale="auto")), make_backend()]
