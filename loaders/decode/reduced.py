@@ -4,8 +4,8 @@ libjpeg then transforms only the low frequencies of each block. Pillow can do it
 not depend on optional packages. A decoder of windows at full size omits the transform outside the window, so the
 smaller size saves time only where the window is a large part of the rows down to its end.
 
-The choice depends on the file, the window and the size of the output alone. Saved states rely on it: another rule
-needs another value of `DecodeScale`.
+The choice depends on the file, the window, the size of the output and the backend alone. Saved states rely on it:
+another rule needs another value of `DecodeScale`. Pixels also depend on the JPEG library that Pillow has.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _FACTORS: Final = (8, 4, 2)
 # the rows above, a decoder of windows saves time too. Measured: 12 megapixels, 0.08 to 0.31 bytes a pixel.
 _MIN_SHARE: Final = 0.25
 _MAX_BLOCK_ROWS: Final = 32  # height of a JPEG's largest unit of blocks, in pixels
+# Pillow warns of larger images by default. Not its setting, because the choice must be the same in each process.
+_MAX_PIXELS: Final = 89_478_485
 
 
 def parse_decode_scale(value: object) -> DecodeScale:
@@ -88,7 +90,8 @@ def decode_reduced(
 
     Returns:
         `uint8[size, size, 3]`, RGB; None if the image has to be decoded at full size: it is no JPEG in grey or YCbCr,
-        is damaged or too small for the window, its window has too few pixels, or the full size takes less time.
+        is damaged, too large for Pillow or too small for the window, its window has too few pixels, or the full size
+        takes less time.
     """
     frame = JpegFrame.of(blob.data)
     if frame is None:
@@ -103,8 +106,11 @@ def decode_reduced(
     # A decoder has to read all scans of a progressive file, so its windows save little.
     if decodes_windows and not frame.is_progressive and not _is_faster(window, frame):
         return None
+    num_rows = _rows_to_decode(frame, int(window[3]))
+    if frame.width * num_rows > _MAX_PIXELS:
+        return None
     try:
-        with open_image(_cut_below(blob.data, frame, int(window[3]))) as image:
+        with open_image(_cut(blob.data, frame, num_rows)) as image:
             image.draft(None, (image.width // factor, image.height // factor))
             # Whole pixels that contain the window: others beside it do not affect the result.
             left, top = window[0] // factor, window[1] // factor
@@ -143,10 +149,14 @@ def _repeat_partial_edges(crop: Image.Image, window: Sequence[float], frame: Jpe
         crop.paste(crop.crop((0, height - 2, width, height - 1)), (0, height - 1))
 
 
-def _cut_below(raw: memoryview, frame: JpegFrame, bottom: int) -> memoryview:
-    """Return the file with a smaller height in its frame, so that a decoder ends soon after the row `bottom`."""
-    cut = bytearray(raw)
+def _rows_to_decode(frame: JpegFrame, bottom: int) -> int:
+    """Return the height of the part of the image that a decoder needs for the rows above `bottom`."""
     # One more row of blocks: the colours of the last pixels are interpolated with it.
-    height = min(frame.height, (bottom // _MAX_BLOCK_ROWS + 2) * _MAX_BLOCK_ROWS)
-    struct.pack_into(">H", cut, frame.offset + 1, height)
+    return min(frame.height, (bottom // _MAX_BLOCK_ROWS + 2) * _MAX_BLOCK_ROWS)
+
+
+def _cut(raw: memoryview, frame: JpegFrame, num_rows: int) -> memoryview:
+    """Return the file with a smaller height in its frame, so that a decoder ends after so many rows."""
+    cut = bytearray(raw)
+    struct.pack_into(">H", cut, frame.offset + 1, num_rows)
     return memoryview(cut)

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -103,13 +104,22 @@ def test_a_scale_is_reduced_where_that_saves_time_and_leaves_enough_pixels(windo
     assert (decode_reduced(blob, *window, SIZE, **settings) is not None) == is_reduced
 
 
+def test_a_photo_of_which_pillow_would_warn_is_left_to_the_decoder_at_full_size():
+    blob = encode(Image.new("L", (10000, 9100), 90))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert decode_reduced(blob, (0, 0), (9100, 10000), SIZE) is None
+        assert decode_reduced(blob, (0, 0), (8000, 10000), SIZE) is not None  # the rows below it do not count
+    assert seen == []
+
+
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_blocks": 3}])
 def test_the_file_is_read_only_down_to_the_window_and_its_pixels_are_the_same(options, monkeypatch):
     blob = photo(**options)
     windows = list(draw_windows(640, 427, 128, 20))
     found = [decode_reduced(blob, *window, SIZE, decodes_windows=False) for window in windows]
     heights = []
-    monkeypatch.setattr(reduced, "_cut_below", lambda raw, frame, bottom: heights.append(frame.height) or raw)
+    monkeypatch.setattr(reduced, "_cut", lambda raw, frame, _: heights.append(frame.height) or raw)
     whole = [decode_reduced(blob, *window, SIZE, decodes_windows=False) for window in windows]
     assert np.array_equal(found, whole)
     assert heights == [427] * len(windows)
