@@ -150,7 +150,10 @@ class CatchUpPlan:
 
 
 def plan_catch_up(parts: Sequence[RoundPart], *, batch_size: int, ranks_per_replica: int) -> CatchUpPlan:
-    """Divide what no replica has applied of a round into equal shares.
+    """Divide what no replica has applied of a round into as few batches as possible, and these among the replicas.
+
+    The batches have equal sizes. If there are fewer batches than replicas, the last replicas get none: smaller ones
+    could have a single sample, which batch normalisation can refuse.
 
     A replica that is new has taken over the weights of another one, and with them what these had learned. The first
     replica of those with a position counts it.
@@ -170,11 +173,14 @@ def plan_catch_up(parts: Sequence[RoundPart], *, batch_size: int, ranks_per_repl
     left = np.flatnonzero(is_left) + start
     # Each replica had whole steps, so its ranks can have batches of equal sizes, which layouts need.
     assert len(left) % ranks_per_replica == 0, "a replica has applied a part of a step"
+    rows = left.reshape(-1, ranks_per_replica)
+    batches = np.array_split(rows, max(1, -(-len(rows) // batch_size)))
     shares, samples = [], []
-    for own, of_replica in zip(carried, np.array_split(left.reshape(-1, ranks_per_replica), len(parts)), strict=True):
-        samples.append(len(own) + of_replica.size)
-        for rank, positions in enumerate(np.split(of_replica.ravel(), ranks_per_replica)):
-            batches = np.array_split(positions, max(1, -(-len(positions) // batch_size)))
+    for own, numbers in zip(carried, np.array_split(np.arange(len(batches)), len(parts)), strict=True):
+        of_replica = [batches[number] for number in numbers] or [rows[:0]]
+        samples.append(len(own) + sum(batch.size for batch in of_replica))
+        for rank in range(ranks_per_replica):
             recorded = own if rank == 0 else own[:0]
-            shares.append(Share(start, stop, recorded, batches, stop - start - len(left)))
+            of_rank = [np.split(batch.ravel(), ranks_per_replica)[rank] for batch in of_replica]
+            shares.append(Share(start, stop, recorded, of_rank, stop - start - len(left)))
     return CatchUpPlan(shares, samples)

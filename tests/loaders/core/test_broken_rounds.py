@@ -129,14 +129,24 @@ def check_learned_once(job, part):
     assert Counter(position for position, _ in updates) == Counter(range(part.start, part.stop))
 
 
-def test_shares_are_equal_and_steps_few():
+def test_batches_are_equal_and_steps_few():
     part = RoundPart(0, 8, 5, 12, 6, np.empty(0, np.int64))
     parts = [part.with_steps(num, range(2 * number, 2 * number + 2)) for number, num in ((0, 3), (2, 4))]
     plan = plan_catch_up(parts, batch_size=3, ranks_per_replica=2)
-    # 60 samples, of which 12 and 16 were applied: 16 for each replica, 8 for each rank.
-    assert [[len(batch) for batch in share.batches] for share in plan.shares] == [[3, 3, 2]] * 4
-    assert (plan.samples, plan.shares[0].num_applied) == ([28, 32], 28)
+    # 60 samples, of which 12 and 16 were applied: six batches of a replica for 32.
+    sizes = [[len(batch) for batch in share.batches] for share in plan.shares]
+    assert sizes == [[3, 3, 3], [3, 3, 3], [3, 2, 2], [3, 2, 2]]
+    assert (plan.samples, plan.shares[0].num_applied) == ([30, 30], 28)
     assert [len(share.carried) for share in plan.shares] == [12, 0, 16, 0]
+
+
+@pytest.mark.parametrize(("num_steps", "batch_size", "sizes"), [(1, 3, [[2], [0], [0]]), (4, 2, [[2, 2], [2], [2]])])
+def test_no_batch_has_one_sample_if_none_had_in_the_round(num_steps, batch_size, sizes):
+    """The fourth rank, which has batches of 2, is lost in a round of so many steps."""
+    part = RoundPart(0, 0, num_steps, 8, 4, np.empty(0, np.int64))
+    parts = [part.with_steps(num_steps, [rank]) for rank in range(3)]
+    plan = plan_catch_up(parts, batch_size=batch_size, ranks_per_replica=1)
+    assert [[len(batch) for batch in share.batches] for share in plan.shares] == sizes
 
 
 def test_a_rank_for_which_nothing_is_left_has_a_batch_without_samples(split):
