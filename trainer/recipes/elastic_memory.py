@@ -380,10 +380,10 @@ def load_snapshot(run: Run, snapshot: Snapshot) -> None:
     run.stop.load_state_dict(snapshot.early_stop)
     run.step, run.metrics, run.log_ids = snapshot.step, dict(snapshot.metrics), dict(snapshot.log_ids)
     run.parent, run.saved_leases = snapshot.parent, dict(snapshot.leases)
-    # The random states of lost ranks are lost too. The step is part of the seed: no random numbers are repeated.
-    # Ranks of the axis `tensor` must draw equal numbers.
-    rank = hvd.rank() // run.layout.tensor
-    random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step))
+    # The random states of lost ranks are lost too. The step is part of the seed, and what was applied since: a rank
+    # repeats no random numbers. Ranks of the axis `tensor` must draw equal numbers.
+    rank, num_applied = hvd.rank() // run.layout.tensor, snapshot.as_copy.num_applied
+    random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step, num_applied=num_applied))
 
 
 def _outer_state(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,15 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_of_rank(seed: int, rank: int, *, step: int = 0) -> int:
-    """Return the seed of a rank from `step` on. Ranks have different seeds, so their dropout masks differ."""
-    # SeedSequence mixes the three numbers. With their sum as the seed, (rank 0, step 1) and (rank 1, step 0) would
+def seed_of_rank(seed: int, rank: int, *, step: int = 0, num_applied: int = 0) -> int:
+    """Return the seed of a rank from `step` on. Ranks have different seeds, so their dropout masks differ.
+
+    `num_applied`: samples since that step that the weights have learned from, in the middle of an averaging round.
+    """
+    # SeedSequence mixes the numbers. With their sum as the seed, (rank 0, step 1) and (rank 1, step 0) would
     # have the same seed.
-    words = np.random.SeedSequence((seed % (1 << 64), rank, step)).generate_state(1, np.uint64)
+    in_round = (num_applied,) if num_applied else ()
+    words = np.random.SeedSequence((seed % (1 << 64), rank, step, *in_round)).generate_state(1, np.uint64)
     return int(words[0])
 
 

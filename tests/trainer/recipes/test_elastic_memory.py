@@ -32,6 +32,7 @@ from datasvc.trainer.recipes.elastic_memory import (
     take_snapshot,
 )
 from datasvc.trainer.recipes.layouts.places import IN_ROUND, Place, StateCopy
+from datasvc.trainer.recipes.random_state import seed_of_rank
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents
@@ -449,6 +450,17 @@ def test_a_rank_goes_back_with_the_other_one_of_its_replica_and_keeps_the_copy_b
     assert memory.snapshot.round_part.applied.tolist() == [0, 1, 2, 3]
     with memory.holding(compressed):
         assert [copy.commit for copy in memory._older] == [before.commit]
+
+
+def test_the_rest_of_a_round_has_other_random_numbers_than_its_start(compressed):
+    snapshot = take_snapshot(compressed)
+    seeds = []
+    for applied in ([], [3], [3, 4]):
+        part = RoundPart(0, 0, 2, 8, 4, np.array(applied, np.int64))
+        load_snapshot(compressed, dataclasses.replace(snapshot, round_part=part))
+        seeds.append(torch.initial_seed())
+    assert seeds[0] == seed_of_rank(compressed.config.seed, 0, step=snapshot.step)
+    assert len(set(seeds)) == 3
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ def test_random_states_go_on_where_they_were():
 
 def test_every_rank_and_every_step_has_a_seed_of_its_own():
     seeds = [
-        random_state.seed_of_rank(seed, rank, step=step)
+        random_state.seed_of_rank(seed, rank, step=step, num_applied=num_applied)
         for seed in (-1, 0, 1)
         for rank in range(4)
         for step in (0, 1, 2)
+        for num_applied in (0, 1, 2)
     ]
     assert len(set(seeds)) == len(seeds)
     masks = []
