@@ -191,14 +191,14 @@ class _AveragingOptimizer(torch.optim.Optimizer):
             self._outer = self._new_outer()
             self._outer_parameters = _averaged_parameters(self)
 
-    def lease_rounds(self, *, is_averaged: bool = False) -> None:
+    def lease_rounds(self, *, is_averaged: bool | None = None) -> None:
         """Let rounds end with `end_round` only: each rank makes as many steps in them as its lease has batches.
 
-        The policy must be "local" or "diloco", without fragments, delay and alpha. `is_averaged`: whether the state
-        that was loaded was saved after such a round. Its number of steps does not tell.
+        The policy must be "local" or "diloco", without fragments, delay and alpha. `is_averaged`: whether all ranks
+        have the same weights now; None: the number of steps tells, unless such rounds were before.
         """
         self._is_leased = True
-        self._has_ended_round = is_averaged or None
+        self._has_ended_round = is_averaged
 
     @torch.no_grad()
     def end_round(self, *, weight: float, num_steps: int) -> None:

@@ -412,7 +412,7 @@ def report_step(run: Run, *, epoch: int, loss: float, rate: float, samples: floa
 
     The loss is that of the global batch; the times are those of rank 0, for which all ranks wait in each step.
     """
-    samples = round(samples or run.batches.global_batch)
+    samples = round(run.batches.global_batch if samples is None else samples)
     times_s = run.recorder.timer.take()  # on every rank, because the call restarts the means
     step_s, wait_s = times_s["step_s"], times_s["wait_s"]
     progress = run.loader.progress

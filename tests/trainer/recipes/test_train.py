@@ -31,7 +31,7 @@ from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import restore
 from datasvc.trainer.recipes.reporting.recorder import Recorder
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.train import train
+from datasvc.trainer.recipes.train import report_step, train
 from tests.support.gate import Gate
 from tests.support.terminals import read_terminal
 
@@ -666,6 +666,15 @@ def test_a_checkpoint_may_be_left_out_where_an_earlier_one_is_still_being_writte
         ("checkpoint", 2),
         ("checkpoint", 5),
     ]
+
+
+def test_a_round_of_which_nothing_was_left_reports_no_samples(repository, capsys, monkeypatch):
+    def report(run, **facts):
+        report_step(run, **{**facts, "samples": 0.0})
+
+    monkeypatch.setattr("datasvc.trainer.recipes.train.report_step", report)
+    events = run(repository, "nothing-left", capsys, max_steps=1)
+    assert [event["samples"] for event in events if event["event"] == "step"] == [0]
 
 
 def test_a_run_goes_on_after_a_checkpoint_that_failed_and_says_so(repository, capsys, monkeypatch):

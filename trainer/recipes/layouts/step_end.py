@@ -49,14 +49,16 @@ class StepEnd:
         """
         run = self._run
         if run.is_updating:
-            return bool(run.config.averages_weights and run.optimizer.num_steps > self._num_steps)
-        if self._cursor is None:
+            if not (run.config.averages_weights and run.optimizer.num_steps > self._num_steps):
+                return False
+        elif self._cursor is None:
             return False
-        run.loader.load_state_dict(run.loader.state_dict() | self._cursor._asdict())
-        run.stop.load_state_dict(self._early_stop)
+        else:
+            run.loader.load_state_dict(run.loader.state_dict() | self._cursor._asdict())
+            run.stop.load_state_dict(self._early_stop)
+            for buffer, kept in zip(self._buffers, self._kept_buffers, strict=True):
+                buffer.copy_(kept)
         run.metrics, run.average_statistics = {}, {}
-        for buffer, kept in zip(self._buffers, self._kept_buffers, strict=True):
-            buffer.copy_(kept)
         return True
 
 

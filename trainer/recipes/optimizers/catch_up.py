@@ -113,7 +113,7 @@ class CatchUp:
         self.samples_per_step = (part.stop - part.start - self.num_applied) / len(self._share.batches)
         self._num_done = self._num_trained = 0
         self._loss = torch.zeros((), device=run.device)  # sum over the steps
-        run.optimizer.lease_rounds()
+        run.optimizer.lease_rounds(is_averaged=False)
         run.loader.read_share(self._share)
 
     def got_batch(self) -> None:

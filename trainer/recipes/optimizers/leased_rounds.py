@@ -74,7 +74,7 @@ class LeasedRounds:
         self._replicas = [rank // per_replica for rank in data_ranks]  # of each rank
         # Ranks that read the same batches count once.
         self._counts = [data_ranks.index(data_rank) == rank for rank, data_rank in enumerate(data_ranks)]
-        optimizer.lease_rounds(is_averaged=bool(saved))
+        optimizer.lease_rounds(is_averaged=bool(saved) or None)
         self._rounds = loader.read_in_rounds(policy.steps)
         equal = (policy.steps,) * self._num_replicas
         planned = [tuple(shares) for shares in saved.get("planned", ())]

@@ -58,6 +58,7 @@ def test_a_replica_weighs_as_many_samples_as_it_has_applied_of_the_round(calls):
     assert calls["end_round"] == ({"weight": pytest.approx(7 / 12 * 2), "num_steps": 2},)
     assert calls["end_broken_round"] == ({"step": 9, "global_batch": 6, "ranks": 3},)
     assert "end_leases" in calls
+    assert calls["lease_rounds"] == ({"is_averaged": False},)
 
 
 def test_a_copy_in_the_rest_of_a_round_has_what_was_applied_before_and_since(calls):
