@@ -336,8 +336,14 @@ class _History:
             )
             if attempt.missing_ranks:
                 yield f"{prefix} rank {_ranks_text(attempt.missing_ranks)} left no file"
+            rest = attempt.find_rest(epoch)
             for rank, file in sorted(attempt.files.items()):
-                coverage = cover(passed[id(attempt), rank], start, stop)
+                spans = passed[id(attempt), rank]
+                if rest is not None:
+                    # Its batches have any positions of the round. At its end, a rank records the whole round.
+                    has_passed = rest in spans or stop < rest.stop
+                    spans = [*([rest] if has_passed else []), *(span for span in spans if span.start >= rest.stop)]
+                coverage = cover(spans, start, stop)
                 # The first gap and the first repetition are enough to identify the rank.
                 for gap in coverage.never.ranges[:1]:
                     yield f"{prefix} rank {rank} skipped positions {gap.start} to {gap.stop - 1}: {file.path.name}"

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count, groupby, repeat
 
 from datasvc.ledger.file import LedgerFile, LedgerRecord, RecordKind
-from datasvc.ledger.strided_range import StridedRange
+from datasvc.ledger.strided_range import StridedRange, contiguous
 
 Cursor = tuple[int, int]
 """Epoch and position."""
@@ -87,22 +87,27 @@ class Attempt:
         # Any rank's header will do: if ranks differ in batch size, the audit reports a disagreement.
         header = next(iter(self.files.values())).header
         epoch, position = cursor
-        rounds = [
-            record.strided
-            for file in self.files.values()
-            for record in file.records
-            if (record.kind, record.epoch, record.count) == (RecordKind.CARRIED, epoch, 0)
-        ]
+        start = self.begin[1] if epoch == self.begin[0] else 0
         # A round that was continued without a replica ends where it was planned to, with other ranks. Within it,
         # no state is saved.
-        if any(window.start < position < window.stop for window in rounds):
-            return False
-        stops = [window.stop for window in rounds if window.stop <= position]
-        start = max([self.begin[1] if epoch == self.begin[0] else 0, *stops])
+        if (rest := self.find_rest(epoch)) is not None:
+            if position < rest.stop:
+                return False
+            start = rest.stop
         global_batch_size = header.batch_size * self.world_size
         # A state is saved only between global batches, or at the end of an epoch, after a batch of any size.
         is_whole = position == header.num_samples or (position - start) % global_batch_size == 0
         return is_whole and self.begin < cursor <= max(self._reached(header.num_samples))
+
+    def find_rest(self, epoch: int) -> StridedRange | None:
+        """Return the positions of the broken round that this attempt begins with; None: it begins with none."""
+        rounds = (
+            record.strided
+            for file in self.files.values()
+            for record in file.records
+            if (record.kind, record.epoch, record.count) == (RecordKind.CARRIED, epoch, 0)
+        )
+        return next((contiguous(window.start, window.stop) for window in rounds), None)
 
     def _reached(self, num_samples: int) -> Iterator[Cursor]:
         """Yield the first cursor of the attempt, and the cursor after each record."""

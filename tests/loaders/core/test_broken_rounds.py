@@ -225,3 +225,14 @@ def test_a_restart_in_a_round_continues_those_that_made_its_steps_and_not_its_re
     for rank in range(3):
         list(open_loader(split, tmp_path, rank, 3, 2, 12)[1])
     assert audit([list(read_ledger(tmp_path))]).is_proven
+
+
+def test_only_the_rank_whose_file_is_lost_is_named_if_it_trained_on_the_rest_of_a_round(split, tmp_path):
+    for _, batches in lose_the_last_of_three(split, tmp_path):
+        list(batches)
+    assert audit([list(read_ledger(tmp_path))]).is_proven
+    (lost,) = (path for path in tmp_path.iterdir() if "rank1-of-2" in path.name)
+    lost.unlink()
+    (epoch,) = audit([list(read_ledger(tmp_path))]).epochs
+    assert epoch.never.count
+    assert epoch.reasons == ["in the attempt of 2 ranks from epoch 0, position 0, on rank 1 left no file"]
