@@ -48,9 +48,9 @@ class RoundCopy:
 def find_round(run: Any) -> RoundCopy | None:
     """Return the round that a rank of a `Run` is in, after its last step; None: the round cannot be continued.
 
-    A round in which an epoch or the run ends cannot, because all ranks evaluate or save in it. Nor can one with
-    leases; nor one that had begun before this run was built: what the lost replica had learned in its first steps is
-    in no position.
+    A round that the end of an epoch or of the run cuts cannot, because all ranks evaluate or save in it. Nor can one
+    with leases; nor one that had begun before this run was built: what the lost replica had learned in its first
+    steps is in no position.
     """
     if isinstance(run.rounds, LeasedRounds):
         return None

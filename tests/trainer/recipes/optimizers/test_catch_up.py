@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from datasvc.ledger.broken_rounds import RoundPart
+from datasvc.order import OrderConfig
 from datasvc.planning.layout import Layout
+from datasvc.trainer.optim.sync_policy import parse_sync
 from datasvc.trainer.recipes.optimizers import catch_up
-from datasvc.trainer.recipes.optimizers.catch_up import CatchUp, RoundCopy, begin_catch_up
+from datasvc.trainer.recipes.optimizers.catch_up import CatchUp, RoundCopy, begin_catch_up, find_round
 
 # A round of two global batches of 6 samples from position 12 on, of three ranks: the first had a step, the last two.
 PART = RoundPart(0, 12, 2, 6, 3, np.empty(0, np.int64))
@@ -68,6 +70,23 @@ def test_a_copy_in_the_rest_of_a_round_has_what_was_applied_before_and_since(cal
     assert rest.end_step(torch.tensor(2.0, device="cpu"), 1) is None
     copy = rest.copy()
     assert (copy.part.applied.tolist(), copy.step, copy.num_steps) == ([16, 17, 19, 22, 23], 7, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "max_steps", "goes_on"), [(24, None, True), (29, 9, True), (23, None, False), (24, 8, False)]
+)
+def test_a_round_goes_on_unless_the_end_of_an_epoch_or_of_the_run_cuts_it(calls, num_positions, max_steps, goes_on):
+    """The second step of two is lost, those from step 7 and position 12 on."""
+    _, run = calls
+    run.rounds, run.is_updating, run.first_round_step, run.step = None, False, 0, 8
+    run.optimizer.sync_policy, run.optimizer.num_steps = parse_sync("local:2"), 5
+    run.loader.cursor, run.loader.order = (0, 18), OrderConfig(1)
+    run.loader.split = SimpleNamespace(num_positions=num_positions)
+    run.batches.global_batch, run.config = 6, SimpleNamespace(max_steps=max_steps)
+    found = find_round(run)
+    assert (None if found is None else (found.step, found.num_steps, found.part.applied.tolist())) == (
+        (7, 4, [15, 16, 17]) if goes_on else None
+    )
 
 
 def test_without_a_step_in_the_round_it_is_an_ordinary_one(calls, monkeypatch):
