@@ -6,7 +6,6 @@ all of it first, so windows are cut from the stored photo here, and turned after
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,11 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.shards.images.exif import read_orientation, swaps_sides
+from datasvc.shards.images.jpeg_segments import FRAME, PLAIN_FRAMES, PROGRESSIVE, jpeg_segments
 
-_BASELINE, _EXTENDED, _PROGRESSIVE = 0xC0, 0xC1, 0xC2
-_NO_SEGMENTS: Final = {0xDA, 0xFF}  # the start of the pixels, and padding
-_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of the segment from this length field on
-_FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
 _MIRRORED_COLUMNS: Final = {2, 3, 7, 8}  # orientations
 _MIRRORED_ROWS: Final = {3, 4, 6, 7}
 _ROWS_AT_ONCE: Final = 64  # of a transposition: their columns stay in the processor's cache
@@ -50,21 +46,15 @@ class JpegFrame:
         """Return the frame of an encoded image; None for any other file than such a JPEG."""
         if bytes(raw[:2]) != b"\xff\xd8":
             return None
-        offset = 2  # after the marker at the start of the file
-        while offset + _SEGMENT.size + _FRAME.size <= len(raw):
-            start, marker, length = _SEGMENT.unpack_from(raw, offset)
-            if start != 0xFF or length < 2 or marker in _NO_SEGMENTS:
-                return None
-            offset += _SEGMENT.size
-            if marker in {_BASELINE, _EXTENDED, _PROGRESSIVE}:
-                bits, height, width, components = _FRAME.unpack_from(raw, offset)
+        for marker, offset, stop in jpeg_segments(raw):
+            if marker in PLAIN_FRAMES and offset + FRAME.size <= stop <= len(raw):
+                bits, height, width, components = FRAME.unpack_from(raw, offset)
                 if bits != 8 or components not in {1, 3}:
                     return None
                 # Three bytes for each component: its id, its sampling factors (4 bits each) and a table.
-                sampling = [divmod(pair, 16) for pair in raw[offset + _FRAME.size + 1 :][: 3 * components : 3]]
+                sampling = [divmod(pair, 16) for pair in raw[offset + FRAME.size + 1 :][: 3 * components : 3]]
                 is_uneven = any(across * sampling[0][1] != down * sampling[0][0] for across, down in sampling)
-                return cls(offset, width, height, marker == _PROGRESSIVE, is_uneven, read_orientation(raw, "JPEG"))
-            offset += length - 2  # the length has two bytes itself
+                return cls(offset, width, height, marker == PROGRESSIVE, is_uneven, read_orientation(raw, "JPEG"))
         return None
 
     def holds(self, window: Sequence[float]) -> bool:

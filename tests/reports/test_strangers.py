@@ -32,7 +32,11 @@ def _with_scans(num_scans, side=4096, *, between=b""):
     return raw[:-2] + (between + scan) * num_scans + raw[-2:]
 
 
-@pytest.mark.parametrize("between", [b"", b"\xff\xfe\x00\x04\xff\xd9"], ids=["scans", "comments"])
+@pytest.mark.parametrize(
+    "between",
+    [b"", b"\xff\xfe\x00\x04\xff\xd9", b"\xff\xfe\x00\x02\xff"],
+    ids=["scans", "comments", "comments and fill bytes"],
+)
 @pytest.mark.parametrize("side", [4096, 1024])
 def test_a_small_jpeg_of_many_scans_holds_no_decoder_for_minutes(between, side):
     """libjpeg-turbo/libjpeg-turbo#284, libjpeg-turbo/libjpeg-turbo#252, NVIDIA/DALI#5316: 38 kB take a minute."""

@@ -17,12 +17,13 @@ from typing import Final, Literal
 
 from PIL import Image
 
+from datasvc.shards.images.jpeg_segments import jpeg_segments
+
 _UPRIGHT: Final = 1
 _ORIENTATION_TAG = 0x0112
 _SHORT, _LONG = 3, 4  # types of a tag's value: 2 or 4 bytes
 _EXIF_PREFIX: Final = b"Exif\0\0"
-_APP1, _START_OF_SCAN = 0xE1, 0xDA
-_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker (these two bytes too)
+_APP1: Final = 0xE1
 _RIFF_CHUNK: Final = struct.Struct("<4sI")  # name, length of the data, which is padded to an even length
 # The operation that makes an image of each orientation upright. Orientation 1 is upright already.
 _TRANSPOSES: Final = {
@@ -99,7 +100,8 @@ def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
 def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
     """Yield the TIFF data of each EXIF block in the order of the file."""
     if kind in ("JPEG", "MPO"):
-        blocks = (data for data in _jpeg_app1_segments(raw) if _has_exif_prefix(data))
+        segments = (raw[start:stop] for marker, start, stop in jpeg_segments(raw) if marker == _APP1)
+        blocks = (data for data in segments if _has_exif_prefix(data))  # others contain XMP
     elif kind == "PNG":
         blocks = (data for name, data, _ in png_chunks(raw) if name == b"eXIf")
     elif kind == "WEBP":
@@ -113,21 +115,6 @@ def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
 
 def _has_exif_prefix(block: memoryview) -> bool:
     return bytes(block[: len(_EXIF_PREFIX)]) == _EXIF_PREFIX
-
-
-def _jpeg_app1_segments(raw: memoryview) -> Iterator[memoryview]:
-    """Yield the data of the APP1 segments before the pixels; they contain EXIF or XMP."""
-    offset = 2  # after the marker that starts a JPEG
-    while offset + _SEGMENT.size <= len(raw):
-        start, marker, length = _SEGMENT.unpack_from(raw, offset)
-        if start != 0xFF or marker == _START_OF_SCAN:
-            return
-        if marker == 0xFF:
-            offset += 1  # fill bytes may precede any marker
-            continue
-        if marker == _APP1:
-            yield raw[offset + _SEGMENT.size : offset + 2 + length]
-        offset += 2 + length
 
 
 def _riff_chunks(raw: memoryview) -> Iterator[tuple[bytes, memoryview]]:

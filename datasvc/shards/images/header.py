@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,15 +22,21 @@ from datasvc.errors import BadSampleError, ConfigError, DatasvcError
 from datasvc.extras import how_to_install
 from datasvc.shards.images.exif import parse_orientation, read_orientation, readable_png, swaps_sides
 from datasvc.shards.images.jpeg_damage import check_scans, decode_jpeg
+from datasvc.shards.images.jpeg_segments import (
+    FRAME,
+    PLAIN_FRAMES,
+    PROGRESSIVE,
+    SEGMENT,
+    START_OF_SCAN,
+    jpeg_segments,
+)
 
 # Without pi-heif, files of phones are left out and counted, as other files that are no readable pictures.
 _HEIF_EXTENSIONS: Final = (".heic", ".heif") if importlib.util.find_spec("pi_heif") else ()
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", *_HEIF_EXTENSIONS})
 REENCODE_QUALITY: Final = 90  # default of `Reencoding.quality`
 
-_END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
-_PROGRESSIVE: Final = 0xC2
-_PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
+_END_OF_IMAGE: Final = b"\xff\xd9"
 _EXIF_SEGMENT, _MPO_SEGMENT, _ADOBE_SEGMENT = 0xE1, 0xE2, 0xEE
 _MAX_SEGMENTS = 64  # a JPEG with more segments before its pixels is left to Pillow
 # Markers of segments that affect neither size nor colours: tables, application data, comments.
@@ -40,8 +45,6 @@ _IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {
     _MPO_SEGMENT,
     _ADOBE_SEGMENT,
 }
-_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of the segment from this length field on
-_FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
 # Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS reader, for example, starts a program.
 # Pillow has AVIF since 11.3; older ones warn about a feature that they do not have.
 _AVIF: Final = ("AVIF",) if "avif" in features.modules and features.check("avif") else ()
@@ -296,10 +299,10 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         # A segment has a marker and a length (4 bytes), then its content. `unpack_from` below reads up to byte 10.
         if offset + 10 > stop:
             return None
-        start, marker, length = _SEGMENT.unpack_from(raw, offset)
+        start, marker, length = SEGMENT.unpack_from(raw, offset)
         if start != 0xFF:
             return None
-        if marker == _START_OF_SCAN:
+        if marker == START_OF_SCAN:
             if components == 3 and has_rgb_mark:
                 return None
             # A scan of all components of a frame that is not progressive is the only one, which saves a search.
@@ -308,13 +311,13 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
             return ImageHeader("JPEG", *(size[::-1] if has_swapped_sides else size)) if size is not None else None
         if length < 2:
             return None
-        if marker in _PLAIN_FRAMES:
-            bits, height, width, components = _FRAME.unpack_from(raw, offset + 4)
+        if marker in PLAIN_FRAMES:
+            bits, height, width, components = FRAME.unpack_from(raw, offset + 4)
             is_plain = bits == 8 and components in (1, 3) and 0 < width * height < (Image.MAX_IMAGE_PIXELS or 1 << 60)
             # A file with a second frame is not plain either.
             if size is not None or not is_plain:
                 return None
-            size, is_progressive = (width, height), marker == _PROGRESSIVE
+            size, is_progressive = (width, height), marker == PROGRESSIVE
         elif marker == _EXIF_SEGMENT:
             if bytes(raw[offset + 4 : offset + 10]) == b"Exif\0\0":
                 orientation = parse_orientation(raw[offset + 10 : offset + 2 + length])
@@ -363,6 +366,6 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
 def _scan_offset(raw: bytes | memoryview) -> int:
     """Return the offset of a JPEG's scan data. The headers before it may contain a thumbnail with an end marker."""
     offset = 2  # after the marker that starts a JPEG
-    while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _START_OF_SCAN:
-        offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
+    for marker, start, stop in jpeg_segments(raw):
+        offset = start - SEGMENT.size if marker == START_OF_SCAN else stop
     return offset

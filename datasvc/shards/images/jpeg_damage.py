@@ -13,16 +13,17 @@ from typing import Final
 
 from datasvc.errors import BadSampleError
 from datasvc.extras import explain_missing
+from datasvc.shards.images.jpeg_segments import PLAIN_FRAMES, PROGRESSIVE, START_OF_SCAN, jpeg_segments
 
 # Beginnings of the warnings that mean damage. Other warnings, such as that of an unknown Adobe segment, do not
 # concern the pixels.
 _DAMAGE: Final = ("Corrupt JPEG data", "Premature end of JPEG file")
 _MIN_ZEROS: Final = 64  # bytes
-_SEQUENTIAL_FRAMES: Final = (0xC0, 0xC1)  # markers of the headers of JPEG files that are not progressive
 # A decoder passes over all pixels in each scan. A progressive file has about ten, so 89 million pixels may have 24.
 _MAX_SCANNED_PIXELS: Final = 1 << 31
-_MARKER: Final = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # in compressed pixels: none of these marks their end
-_HUFFMAN_TABLES, _START_OF_SCAN, _END_OF_IMAGE = 0xC4, 0xDA, b"\xff\xd9"
+_MARKER: Final = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # none that is part of compressed pixels, and no fill byte
+_HUFFMAN_TABLES: Final = 0xC4
+_END_OF_IMAGE: Final = b"\xff\xd9"
 _END_OF_BLOCK: Final = 0  # a symbol of the AC tables, which encode all frequencies of a block but the first
 
 
@@ -63,19 +64,17 @@ def check_scans(content: bytes | memoryview, offset: int, num_pixels: int) -> No
     """
     raw, num_scans = memoryview(content), 0
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _END_OF_IMAGE[1]:
-        is_scan = raw[offset + 1] == _START_OF_SCAN
-        num_scans += is_scan
+        num_scans += raw[offset + 1] == START_OF_SCAN
         if num_scans * num_pixels > _MAX_SCANNED_PIXELS:
             raise BadSampleError(
                 f"its {num_pixels:,} pixels have {num_scans} scans or more, so that decoders would take very long; "
                 f"expected at most {_MAX_SCANNED_PIXELS // num_pixels}: encode it again"
             )
         offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
-        if is_scan:
-            marker = _MARKER.search(raw, offset)
-            if marker is None:
-                return
-            offset = marker.start()
+        marker = _MARKER.search(raw, offset)  # after compressed pixels or fill bytes
+        if marker is None:
+            return
+        offset = marker.start()
 
 
 def _find_zeros(raw: bytes) -> int | None:
@@ -88,16 +87,13 @@ def _find_zeros(raw: bytes) -> int | None:
     """
     first_symbols: dict[int, int] = {}  # by AC table
     num_components = None
-    offset = 2  # after the marker at the start of the file
-    # A segment begins with 0xFF, its marker, and its length in two bytes, which the length includes.
-    while offset + 4 <= len(raw) and raw[offset] == 0xFF:
-        marker, stop = raw[offset + 1], offset + 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
-        segment = raw[offset + 4 : stop]
-        if marker in _SEQUENTIAL_FRAMES:
+    for marker, start, stop in jpeg_segments(raw):
+        segment = raw[start:stop]
+        if marker in PLAIN_FRAMES - {PROGRESSIVE}:
             num_components = segment[5]  # of the picture, such as 3 for colour
         elif marker == _HUFFMAN_TABLES:
             first_symbols |= _first_symbols(segment)
-        elif marker == _START_OF_SCAN:
+        elif marker == START_OF_SCAN:
             if segment[0] != num_components:
                 return None  # more scans follow, or the frame is not sequential
             # Two bytes per component: its id, and the numbers of its DC table (4 bits) and AC table (4 bits).
@@ -107,7 +103,6 @@ def _find_zeros(raw: bytes) -> int | None:
                 return None
             found = raw.find(bytes(_MIN_ZEROS), stop, raw.find(_END_OF_IMAGE, stop))
             return found if found >= 0 else None
-        offset = stop
     return None
 
 

@@ -1,5 +1,6 @@
 """Large JPEGs at a reduced scale: which windows, how much their pixels differ, and from what part of the file."""
 
+import dataclasses
 import io
 import itertools
 import warnings
@@ -13,6 +14,7 @@ from sklearn.datasets import load_sample_images
 from datasvc.errors import ConfigError
 from datasvc.loaders import DecodeConfig
 from datasvc.loaders.decode import reduced
+from datasvc.loaders.decode.jpeg_frame import JpegFrame
 from datasvc.loaders.decode.pixels import CropDecoder, PixelFormat
 from datasvc.loaders.decode.reduced import decode_reduced
 from datasvc.loaders.decode.worker import ImageWorker, decode_window
@@ -141,6 +143,12 @@ def test_a_window_of_a_turned_photo_equals_that_of_a_decoder_that_turns_all_of_i
     for (top, left), (height, width) in draw_windows(*upright, 1, 12, seed=orientation):
         expected = decoder._decode_window(blob, [left, top, left + width, top + height], turning).copy()
         assert np.array_equal(decoder.decode(blob, (top, left), (height, width)), expected)
+
+
+def test_fill_bytes_before_a_marker_do_not_hide_the_frame():
+    raw = photo(exif=exif(6)).tobytes()
+    frame, filled = JpegFrame.of(memoryview(raw)), JpegFrame.of(memoryview(raw[:2] + b"\xff" + raw[2:]))
+    assert filled == dataclasses.replace(frame, offset=frame.offset + 1)
 
 
 def test_an_unknown_scale_is_refused():

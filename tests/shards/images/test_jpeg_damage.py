@@ -109,6 +109,12 @@ def test_zeros_that_decode_without_a_warning_are_found():
     assert "does not decode: Corrupt JPEG data: 64 zero bytes" in messages
 
 
+def test_fill_bytes_before_a_marker_hide_no_damage():
+    content = with_zeros(encode(photos()[0]), 0)
+    with pytest.raises(BadSampleError, match="Corrupt JPEG data: 64 zero bytes"):
+        decode_jpeg(content[:2] + b"\xff\xff" + content[2:])
+
+
 def test_a_cut_file_with_a_new_end_marker_is_found():
     content = encode(photos()[1])
     with pytest.raises(BadSampleError, match="premature end of data segment"):
