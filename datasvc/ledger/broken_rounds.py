@@ -76,7 +76,7 @@ class PickedStep(Step):
 
 
 @dataclass(frozen=True)
-class Share:
+class RestOfRound:
     """What a data rank trains on before a broken round ends.
 
     Attributes:
@@ -95,32 +95,32 @@ class Share:
     num_applied: int
 
 
-class ShareQueue:
-    """The batches of a share that a loader has not handed over yet, in an epoch of so many samples.
+class RestQueue:
+    """The batches of the rest of a round that a loader has not handed over yet, in an epoch of so many samples.
 
     Attributes:
         left: steps that are left.
     """
 
-    max_steps = 0  # as of `RoundQueue`: without leases, ranks read no further ahead
+    max_steps = 0  # for `Loader._batches_at_once`: no rank reads into the next round while another is in this one
 
-    def __init__(self, share: Share, num_samples: int) -> None:
-        self._share = share
-        last = len(share.batches) - 1
+    def __init__(self, rest: RestOfRound, num_samples: int) -> None:
+        self._rest = rest
+        last = len(rest.batches) - 1
         self.left = [
             PickedStep(
-                int(positions[0]) if len(positions) else share.start,
-                int(positions[-1]) + 1 if len(positions) else share.start,
+                int(positions[0]) if len(positions) else rest.start,
+                int(positions[-1]) + 1 if len(positions) else rest.start,
                 num_samples,
                 positions,
-                share.start,
-                share.stop if number == last else share.start,
+                rest.start,
+                rest.stop if number == last else rest.start,
             )
-            for number, positions in enumerate(share.batches)
+            for number, positions in enumerate(rest.batches)
         ]
 
     def begin(self, _cursor: object) -> None:
-        """Forget the share."""
+        """Forget the batches."""
         self.left = []
 
     def hand_over(self) -> None:
@@ -130,9 +130,9 @@ class ShareQueue:
     @property
     def num_ahead(self) -> float:
         """Applied samples of the round, if other ranks have come as far; 0 after it."""
-        share = self._share
-        not_applied = share.stop - share.start - share.num_applied
-        return share.stop - share.start - not_applied * len(self.left) / len(share.batches) if self.left else 0.0
+        rest = self._rest
+        not_applied = rest.stop - rest.start - rest.num_applied
+        return rest.stop - rest.start - not_applied * len(self.left) / len(rest.batches) if self.left else 0.0
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ class CatchUpPlan:
     """How the rest of a round is divided.
 
     Attributes:
-        shares: share of each data rank. The ranks of a replica follow each other.
+        rests: part of each data rank. The ranks of a replica follow each other.
         samples: for each replica, the positions of the round that only its weights stand for: those that it applied
-            before, unless an earlier replica has them too, and those of its shares. They add up to the round.
+            before, unless an earlier replica has them too, and those of its batches. They add up to the round.
     """
 
-    shares: Sequence[Share]
+    rests: Sequence[RestOfRound]
     samples: Sequence[int]
 
 
@@ -175,12 +175,12 @@ def plan_catch_up(parts: Sequence[RoundPart], *, batch_size: int, ranks_per_repl
     assert len(left) % ranks_per_replica == 0, "a replica has applied a part of a step"
     rows = left.reshape(-1, ranks_per_replica)
     batches = np.array_split(rows, max(1, -(-len(rows) // batch_size)))
-    shares, samples = [], []
+    rests, samples = [], []
     for own, numbers in zip(carried, np.array_split(np.arange(len(batches)), len(parts)), strict=True):
         of_replica = [batches[number] for number in numbers] or [rows[:0]]
         samples.append(len(own) + sum(batch.size for batch in of_replica))
         for rank in range(ranks_per_replica):
             recorded = own if rank == 0 else own[:0]
             of_rank = [np.split(batch.ravel(), ranks_per_replica)[rank] for batch in of_replica]
-            shares.append(Share(start, stop, recorded, of_rank, stop - start - len(left)))
-    return CatchUpPlan(shares, samples)
+            rests.append(RestOfRound(start, stop, recorded, of_rank, stop - start - len(left)))
+    return CatchUpPlan(rests, samples)

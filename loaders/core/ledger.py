@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
-from datasvc.ledger.broken_rounds import PickedStep, Share
+from datasvc.ledger.broken_rounds import PickedStep, RestOfRound
 from datasvc.ledger.file import (
     RECORD_BYTES,
     Header,
@@ -148,7 +148,7 @@ class Ledger:
         if isinstance(step, LeasedStep):
             ranges = [step.strided]
         elif isinstance(step, PickedStep):
-            # At the end of its share a rank has passed the whole round.
+            # At the end of the rest a rank has passed the whole round.
             passed = [StridedRange(step.before, step.after, 1, 0, 0)] if step.after > step.before else []
             ranges = [*split_runs(batch.positions), *passed]
         else:
@@ -170,12 +170,12 @@ class Ledger:
             ]
         )
 
-    def write_carried(self, epoch: int, share: Share) -> None:
+    def write_carried(self, epoch: int, rest: RestOfRound) -> None:
         """Record what was applied of a broken round before, and the round itself. Raises the errors of `write`."""
         self._open()
-        ranges = [StridedRange(share.start, share.stop, 1, 0, 0)]  # also a rank without samples leaves a file
-        if len(share.carried):
-            ranges += describe_positions(share.start, int(share.carried[-1]) + 1, share.carried)
+        ranges = [StridedRange(rest.start, rest.stop, 1, 0, 0)]  # also a rank without samples leaves a file
+        if len(rest.carried):
+            ranges += describe_positions(rest.start, int(rest.carried[-1]) + 1, rest.carried)
         self._append([LedgerRecord(RecordKind.CARRIED, epoch, strided, strided.size) for strided in ranges])
 
     def end_epoch(self, epoch: int, position: int) -> None:

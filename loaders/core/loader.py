@@ -17,7 +17,7 @@ from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
-from datasvc.ledger.broken_rounds import Share, ShareQueue
+from datasvc.ledger.broken_rounds import RestOfRound, RestQueue
 from datasvc.ledger.masked import NOTHING_MASKED, Masked, masks_of, with_masks
 from datasvc.loaders.core.arguments import check_num_steps, check_sizes, choose_order
 from datasvc.loaders.core.batch import Batch
@@ -116,7 +116,7 @@ class Loader(PartReader[B], MisuseGuard):
         self.ranks = ranks = choose_data_ranks(ranks)
         self.profiler = StepProfiler()
         self._prefetch = prefetch
-        self._rounds: RoundQueue | ShareQueue | None = None
+        self._rounds: RoundQueue | RestQueue | None = None
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
         self._full_until = split.num_positions - self._global_batch + 1
@@ -278,14 +278,14 @@ class Loader(PartReader[B], MisuseGuard):
             self._begin(self._cursor)
             return queue
 
-    def read_share(self, share: Share) -> None:
-        """Read a share of the round that begins at the cursor, which stays there until its end, then what follows."""
+    def read_rest(self, rest: RestOfRound) -> None:
+        """Read the rest of the round that begins at the cursor, which stays there to its end, then what follows."""
         with self._thread_guard:
             self._discard()
             self._open_ledger()
             if self._ledger is not None:
-                self._ledger.write_carried(self._cursor.epoch, share)
-            self._rounds = ShareQueue(share, self.split.num_positions)
+                self._ledger.write_carried(self._cursor.epoch, rest)
+            self._rounds = RestQueue(rest, self.split.num_positions)
 
     def _move(self, cursor: Cursor) -> None:
         """Continue at a cursor, and drop the batches in progress, unless the loader is there already."""
@@ -477,7 +477,7 @@ class Loader(PartReader[B], MisuseGuard):
             with self.profiler.stage(Stage.START):
                 self._decoder = self._make_decoder()
         if self._stream is None:
-            picked = self._rounds.left if isinstance(self._rounds, ShareQueue) else ()
+            picked = self._rounds.left if isinstance(self._rounds, RestQueue) else ()
             self._stream = self._batches.stream(self._cursor, tuple(picked))
         while self._num_decoding < num_batches:
             with self.profiler.stage(Stage.READ):

@@ -80,9 +80,9 @@ class SyncPolicy:
         return step <= self.warmup_steps or (step - self.warmup_steps) % self.round_steps == 0
 
     def round_at(self, step: int) -> range:
-        """Return the steps after which a round of all ranks has not ended, if it began before `step + 1`.
+        """Return the round of all ranks that the step after this number of steps belongs to.
 
-        The round begins after the first of them, and ends with the step that has the number of its `stop`.
+        Its `start` is the number of steps before the round, its `stop` that after it.
         """
         if step < self.warmup_steps:
             return range(step, step + 1)

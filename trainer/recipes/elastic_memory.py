@@ -1,7 +1,9 @@
 """The state of an elastic run (`--elastic`): a copy of it in host memory, from which the ranks continue.
 
-A *round* is the time between two changes of the ranks of a job. At the start of each round, every rank builds a new
-run and loads the copy into it. The hooks, connections and prefetched batches of the round before are discarded.
+A *round* of the job is the time between two changes of its ranks. At the start of each, every rank builds a new run
+and loads the copy into it. The hooks, connections and prefetched batches of the round before are discarded. A round
+*of averaged weights* (`--sync`) is another one: the steps between two averages. `in_round`, `IN_ROUND` and
+`round_part` are of such rounds; all other names here are of rounds of the job.
 
 When a rank is lost, the others copy the end of their last whole step, so that no step is repeated; replicas that
 average weights every few steps are at different steps then, and end their round together, see `catch_up`. The copies

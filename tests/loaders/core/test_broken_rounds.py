@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from datasvc.ledger.audit import audit
 from datasvc.ledger.audit_text import describe_counts
-from datasvc.ledger.broken_rounds import RoundPart, Share, plan_catch_up
+from datasvc.ledger.broken_rounds import RestOfRound, RoundPart, plan_catch_up
 from datasvc.ledger.file import read_ledger
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.order import OrderConfig
@@ -80,9 +80,9 @@ def test_each_sample_is_learned_from_once_whatever_replicas_are_lost_in_a_round_
             job.weights = [set(left[stay[number if number < len(stay) else 0]]) for number in range(num_replicas)]
             parts = [RoundPart(**{**vars(part), "applied": job.positions(number)}) for number in range(num_replicas)]
             plan = plan_catch_up(parts, batch_size=batch_size, ranks_per_replica=per_replica)
-            for loader, share in zip(job.loaders, plan.shares, strict=True):
-                loader.read_share(share)
-            num_batches = [len(share.batches) for share in plan.shares[::per_replica]]
+            for loader, rest in zip(job.loaders, plan.rests, strict=True):
+                loader.read_rest(rest)
+            num_batches = [len(rest.batches) for rest in plan.rests[::per_replica]]
             is_broken = num_losses > 0 and data.draw(st.booleans())
             num_losses -= is_broken
             for replica, most in enumerate(num_batches):
@@ -134,10 +134,10 @@ def test_batches_are_equal_and_steps_few():
     parts = [part.with_steps(num, range(2 * number, 2 * number + 2)) for number, num in ((0, 3), (2, 4))]
     plan = plan_catch_up(parts, batch_size=3, ranks_per_replica=2)
     # 60 samples, of which 12 and 16 were applied: six batches of a replica for 32.
-    sizes = [[len(batch) for batch in share.batches] for share in plan.shares]
+    sizes = [[len(batch) for batch in rest.batches] for rest in plan.rests]
     assert sizes == [[3, 3, 3], [3, 3, 3], [3, 2, 2], [3, 2, 2]]
-    assert (plan.samples, plan.shares[0].num_applied) == ([30, 30], 28)
-    assert [len(share.carried) for share in plan.shares] == [12, 0, 16, 0]
+    assert (plan.samples, plan.rests[0].num_applied) == ([30, 30], 28)
+    assert [len(rest.carried) for rest in plan.rests] == [12, 0, 16, 0]
 
 
 @pytest.mark.parametrize(("num_steps", "batch_size", "sizes"), [(1, 3, [[2], [0], [0]]), (4, 2, [[2, 2], [2], [2]])])
@@ -146,15 +146,15 @@ def test_no_batch_has_one_sample_if_none_had_in_the_round(num_steps, batch_size,
     part = RoundPart(0, 0, num_steps, 8, 4, np.empty(0, np.int64))
     parts = [part.with_steps(num_steps, [rank]) for rank in range(3)]
     plan = plan_catch_up(parts, batch_size=batch_size, ranks_per_replica=1)
-    assert [[len(batch) for batch in share.batches] for share in plan.shares] == sizes
+    assert [[len(batch) for batch in rest.batches] for rest in plan.rests] == sizes
 
 
 def test_a_rank_for_which_nothing_is_left_has_a_batch_without_samples(split):
     part = RoundPart(0, 0, 1, 3, 3, np.array([0, 1]))
     plan = plan_catch_up([part] * 3, batch_size=1, ranks_per_replica=1)
-    assert [[batch.tolist() for batch in share.batches] for share in plan.shares] == [[[2]], [[]], [[]]]
+    assert [[batch.tolist() for batch in rest.batches] for rest in plan.rests] == [[[2]], [[]], [[]]]
     loader = EchoLoader(split, batch_size=1, rank=2, world_size=3)
-    loader.read_share(plan.shares[2])
+    loader.read_rest(plan.rests[2])
     batches = iter(loader)
     assert (len(next(batches).positions), loader.cursor, next(batches).positions.tolist()) == (0, (0, 3), [5])
 
@@ -167,7 +167,7 @@ def test_what_is_carried_over_must_have_been_served_and_keeps_its_masks(split, t
         )
         for _, _batch in zip(range(2), first, strict=False):
             pass
-        second.read_share(Share(0, 12, np.arange(carried), [np.arange(carried, 12)], carried))
+        second.read_rest(RestOfRound(0, 12, np.arange(carried), [np.arange(carried, 12)], carried))
         list(second)
         return audit([list(read_ledger(folder))])
 
@@ -197,7 +197,7 @@ def test_a_restart_at_the_end_of_a_round_that_other_numbers_of_samples_ended_con
     part = RoundPart(0, 0, 2, 6, 2, np.concatenate([next(left_batches).positions for _ in range(2)]))
     assert (lost.cursor, left.cursor, part.applied.tolist()) == ((0, 6), (0, 12), [3, 4, 5, 9, 10, 11])
     alone, batches = open_loader(split, tmp_path, 0, 1, 5)
-    alone.read_share(plan_catch_up([part], batch_size=5, ranks_per_replica=1).shares[0])
+    alone.read_rest(plan_catch_up([part], batch_size=5, ranks_per_replica=1).rests[0])
     assert [next(batches).positions.tolist() for _ in range(2)] == [[0, 1, 2], [6, 7, 8]]
     assert audit([list(read_ledger(tmp_path))]).epochs[0].reached == 12
     list(open_loader(split, tmp_path, 0, 1, 5, 12)[1])
@@ -214,8 +214,8 @@ def lose_the_last_of_three(split, ledger):
     parts = [part.with_steps(3, [rank]) for rank in range(2)]
     plan = plan_catch_up(parts, batch_size=3, ranks_per_replica=1)
     left = [open_loader(split, ledger, rank, 2, 3) for rank in range(2)]
-    for (loader, _), share in zip(left, plan.shares, strict=True):
-        loader.read_share(share)
+    for (loader, _), rest in zip(left, plan.rests, strict=True):
+        loader.read_rest(rest)
     return left
 
 

@@ -106,15 +106,15 @@ class CatchUp:
         self._run, self._part, self._plan = run, part, plan
         self._per_replica = _count_ranks(run.layout)
         rank = _data_ranks(run.layout)[hvd.rank()]
-        self._replica, self._share = rank // self._per_replica, plan.shares[rank]
+        self._replica, self._rest = rank // self._per_replica, plan.rests[rank]
         self._first = run.optimizer.num_steps
         self.start_step, self.step = run.step, run.step + part.num_steps
-        self.num_applied = self._share.num_applied
-        self.samples_per_step = (part.stop - part.start - self.num_applied) / len(self._share.batches)
+        self.num_applied = self._rest.num_applied
+        self.samples_per_step = (part.stop - part.start - self.num_applied) / len(self._rest.batches)
         self._num_done = self._num_trained = 0
         self._loss = torch.zeros((), device=run.device)  # sum over the steps
         run.optimizer.lease_rounds(is_averaged=False)
-        run.loader.read_share(self._share)
+        run.loader.read_rest(self._rest)
 
     def got_batch(self) -> None:
         """Do nothing: no speed is measured."""
@@ -131,7 +131,7 @@ class CatchUp:
         self._num_trained += num_samples > 0
         self._loss = self._loss + loss.detach()
         runtime.current_job().engine.check()
-        if self._num_done < len(self._share.batches):
+        if self._num_done < len(self._rest.batches):
             return None
         row = torch.tensor([[float(self._loss), self._num_trained]], dtype=torch.float64, device="cpu")
         total, num_trained = hvd.allgather(row, name="catch_up.losses").sum(0).tolist()
@@ -146,8 +146,8 @@ class CatchUp:
     def copy(self) -> RoundCopy:
         """Return what the replica of this rank has applied up to its last step."""
         first = self._replica * self._per_replica
-        shares = self._plan.shares[first : first + self._per_replica]
-        trained = [batch for share in shares for batch in share.batches[: self._num_done]]
+        rests = self._plan.rests[first : first + self._per_replica]
+        trained = [batch for rest in rests for batch in rest.batches[: self._num_done]]
         applied = np.sort(np.concatenate([self._part.applied, *trained]))
         part = RoundPart(**{**vars(self._part), "applied": applied})
         return RoundCopy(part, self.start_step, self._first)

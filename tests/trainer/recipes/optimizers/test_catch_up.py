@@ -42,7 +42,7 @@ def calls(monkeypatch):
         step=7,
         device=torch.device("cpu"),
         optimizer=optimizer,
-        loader=SimpleNamespace(read_share=note("read_share")),
+        loader=SimpleNamespace(read_rest=note("read_rest")),
         reading=SimpleNamespace(end_broken_round=note("end_broken_round")),
     )
     return calls, run
@@ -53,8 +53,8 @@ def test_a_replica_weighs_as_many_samples_as_it_has_applied_of_the_round(calls):
     rest = begin_catch_up(run, PARTS[1])
     assert isinstance(rest, CatchUp)
     assert (rest.start_step, rest.step, rest.num_applied) == (7, 9, 6)
-    share = calls["read_share"][0]
-    assert (share.carried.tolist(), [batch.tolist() for batch in share.batches]) == ([16, 17, 22, 23], [[19, 20, 21]])
+    read = calls["read_rest"][0]
+    assert (read.carried.tolist(), [batch.tolist() for batch in read.batches]) == ([16, 17, 22, 23], [[19, 20, 21]])
     assert rest.end_step(torch.tensor(2.0, device="cpu"), 3) == pytest.approx(3.0)
     # Of the 12 samples this replica has had 4 and 3, in two replicas.
     assert calls["end_round"] == ({"weight": pytest.approx(7 / 12 * 2), "num_steps": 2},)
