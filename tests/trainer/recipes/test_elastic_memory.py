@@ -249,9 +249,16 @@ def test_with_averages_a_failure_repeats_the_steps_since_the_last_round_of_all_r
 
 
 @pytest.mark.usefixtures("keeping_step_ends")
-def test_a_version_of_a_round_in_which_a_rank_is_lost_later_is_no_parent(repository, capsys, monkeypatch):
+def test_a_version_of_a_round_in_which_a_rank_is_lost_later_is_no_parent_and_its_rest_ends_with_a_copy(
+    repository, capsys, monkeypatch
+):
     """A rank is lost after step 7 of the round that began after step 4; versions are saved after steps 3 and 6."""
     real_update, left = training.update, [7]
+    real_save, copied = ElasticMemory.save, []
+
+    def save(memory):
+        copied.append(memory._run.step)
+        real_save(memory)
 
     def update(run, batch, mark):
         if left and run.step == left[0]:
@@ -262,8 +269,9 @@ def test_a_version_of_a_round_in_which_a_rank_is_lost_later_is_no_parent(reposit
         return real_update(run, batch, mark)
 
     monkeypatch.setattr(training, "update", update)
+    monkeypatch.setattr(ElasticMemory, "save", save)
     events = run(
-        repository, "saved-in-round", capsys, sync="local:4", ema_decay=None, checkpoint_every=3, commit_every=1000
+        repository, "saved-in-round", capsys, sync="local:4", ema_decay=None, checkpoint_every=3, commit_every=3
     )
     assert [(event["step"], event.get("kept_samples")) for event in events if event["event"] == "round"] == [
         (0, None),
@@ -273,6 +281,7 @@ def test_a_version_of_a_round_in_which_a_rank_is_lost_later_is_no_parent(reposit
     versions = [version.entry for version in model_log(repository, "saved-in-round")]
     parents = [(entry["step"], entry["parent"]) for entry in versions]
     assert parents[:3] == [(3, None), (6, "saved-in-round@1"), (8, "saved-in-round@1")]
+    assert copied[:2] == [4, 8]  # the first after steps 3 and 6 that end a round
 
 
 def test_a_loss_scale_that_has_fallen_is_that_of_the_round_after_a_failure(repository, capsys, monkeypatch):

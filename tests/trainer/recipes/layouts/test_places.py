@@ -112,7 +112,14 @@ def test_a_replica_whose_ranks_differ_by_a_step_of_the_rest_of_a_round_continues
     # The second replica has lost a rank.
     copies = [(copy(0, 0, 6), copy(0, 0, 4)), (copy(0, 1, 4),), (copy(1, 0, 4),), ()]
     assert plan_transfers(copies, pairs(2)) == TransferPlan(rest, (0, 1, 0, 1), num_applied=(4, 4, None, None))
-    # The ranks with part 0 have ended their averaging, and those with part 1 have not.
+    # The ranks with part 0 have ended their averaging, in an ordinary round and in a rest, and those with part 1 not.
+    begun, ended = (1, 8, IN_ROUND), (1, 12, IN_ROUND)
+    copies = [
+        (copy(replica, part, 16 * part, begun if part else ended), copy(replica, part, 0, NEW))
+        for replica in range(2)
+        for part in range(2)
+    ]
+    assert plan_transfers(copies, pairs(2)) == TransferPlan(NEW, (0, 1, 2, 3))
     ended = (2, 12, IN_ROUND)
     copies = [
         (copy(replica, part, 6 * part, rest if part else ended), copy(replica, part, 4))
