@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROGRAM = """
 import json, os, pathlib, signal, time
 import datasvc.trainer as hvd
+from datasvc.trainer.optim import averaging
 from datasvc.trainer.recipes import train as training
 from datasvc.trainer.rendezvous.rendezvous import current_rendezvous
 
@@ -62,6 +63,17 @@ def update(run, batch, mark):
     return real_update(run, batch, mark)
 training.update = update
 
+real_mean = averaging._AveragingOptimizer._replace_by_mean
+def replace_by_mean(self, *words, **options):
+    step, victim, others = SCENARIO["half"] or [None, None, []]
+    if [self.num_steps, number] == [step, victim]:
+        wait_until(lambda: all((folder / f"averaged-{other}").exists() for other in others))
+        os.kill(os.getpid(), signal.SIGKILL)
+    real_mean(self, *words, **options)
+    if self.num_steps == step:
+        (folder / f"averaged-{number}").touch()
+averaging._AveragingOptimizer._replace_by_mean = replace_by_mean
+
 from datasvc.trainer.__main__ import main
 main()
 """
@@ -71,8 +83,11 @@ class Jobs:
     def __init__(self, url, folder):
         self.url, self.folder = url, folder
 
-    def run(self, name, layout, *words, ranks, options=(), kills=(), returns=None, number="SIGKILL"):
-        """Run the program; return its events, of all ranks."""
+    def run(self, name, layout, *words, ranks, options=(), kills=(), returns=None, half=None, number="SIGKILL"):
+        """Run the program; return its events, of all ranks.
+
+        `half`: step, a worker that kills itself in the averaging after it, and others that have ended it before.
+        """
         # fmt: off
         command = [
             sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), *options, "--no-prefix",
@@ -83,7 +98,7 @@ class Jobs:
             "--report-every", "1", "--lost-after", "120", "--layout", layout, *words,
         ]
         # fmt: on
-        scenario = {"folder": str(self.folder), "kills": kills, "returns": returns, "signal": number}
+        scenario = {"folder": str(self.folder), "kills": kills, "returns": returns, "half": half, "signal": number}
         environment = {
             **os.environ,
             "SCENARIO": json.dumps(scenario),
@@ -174,6 +189,34 @@ def test_a_replica_that_is_lost_while_the_others_train_on_the_rest_of_a_round_le
     first, second, third = [each for each in events if each["event"] == "round" and each["rank"] == 0]
     assert [(each["size"], each["step"]) for each in (first, second, third)] == [(6, 0), (4, 8), (4, 8)]
     assert (second["kept_samples"], third["kept_samples"] in (14, 20, 26)) == (16, True)
+    assert max(losses(events)) == 2 * STEPS_PER_EPOCH
+    check_audit(tmp_path / "ledger")
+
+
+@pytest.mark.parametrize(
+    ("kills", "half", "expected"),
+    [
+        ([], (12, 5, (0, 2, 4)), [(6, 0, None), (4, 8, None)]),
+        ([(10, [2])], (12, 5, (0, 4)), [(6, 0, None), (4, 8, 16), (4, 8, 8)]),
+    ],
+    ids=["round", "rest"],
+)
+def test_if_only_one_part_of_the_model_is_averaged_the_round_or_its_rest_begins_again(
+    jobs, tmp_path, kills, half, expected
+):
+    """The second part has lost a rank. Of a rest, the replica that is still whole has applied two steps of 4."""
+    events = jobs.run(
+        f"half-{len(kills)}",
+        "replica=3,shard=2",
+        *("--sync", "local:4", "--epochs", "2", "--elastic", "--commit-every", "1"),
+        *("--ledger", str(tmp_path / "ledger")),
+        ranks=6,
+        options=("--min-num-proc", "2"),
+        kills=kills,
+        half=half,
+    )
+    found = [each for each in events if each["event"] == "round" and each["rank"] == 0]
+    assert [(each["size"], each["step"], each.get("kept_samples")) for each in found] == expected
     assert max(losses(events)) == 2 * STEPS_PER_EPOCH
     check_audit(tmp_path / "ledger")
 
