@@ -55,6 +55,12 @@ def test_time_and_rate_are_those_of_the_frames():
     assert variable.duration == pytest.approx(np.ptp(variable.frame_index.pts) * variable.time_base, abs=0.1)
 
 
+def test_no_encoder_leaves_a_test_process_at_real_time_priority():
+    video.cache_clear()
+    video("av1")
+    assert {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")} == {os.SCHED_OTHER}
+
+
 @pytest.mark.parametrize("name", ["h264", "hevc", "vp9", "av1", "mpeg4"])
 def test_a_clip_reads_its_part_of_the_file(name):
     content = make_video(**VIDEOS[name], frames=96, draw=lambda _, w, h: noise(w, h), size=(320, 240))
