@@ -44,21 +44,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    # The collector need not look, in each test, at the hundreds of modules that stay.
-    _freeze()
-    gc.enable()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
-    # Likewise what the tests of a file have imported and cached: a collection took half a second late in a run.
-    if nextitem is None or nextitem.path != item.path:
-        _freeze()
-
-
-def _freeze():
+    # The collector need not look, in each test, at the hundreds of modules that stay. What tests make is not frozen:
+    # cycles that hold open files would stay open.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # A shell starts `make test &` with SIGINT ignored, and the tests of Ctrl-C and their processes would inherit that.

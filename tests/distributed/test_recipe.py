@@ -28,10 +28,20 @@ def repository(digits_folder, tmp_path_factory):
     return repository
 
 
-# The recipe, but for rank 0, which after it has reported a step kills itself, or has its launcher told to end.
+# The recipe, but for rank 0, which after it has reported a step kills itself, or has its launcher told to end. It
+# kills itself when a first version has been committed, which another thread does.
 PROGRAM = """
-import os, signal
+import os, signal, sys, time
+from datasvc.errors import NotFoundError
+from datasvc.repository import Repository
 from datasvc.trainer.recipes.reporting.events import JsonEvents
+
+def has_version():
+    url, name = (sys.argv[sys.argv.index(option) + 1] for option in ("--repo", "--name"))
+    try:
+        return Repository.open(url).versions("models", name).head() > 0
+    except NotFoundError:
+        return False
 
 real = JsonEvents.report
 def report(self, event, **facts):
@@ -40,6 +50,8 @@ def report(self, event, **facts):
         if os.environ["TERMINATES"]:
             os.kill(os.getppid(), signal.SIGTERM)
         else:
+            while not has_version():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 JsonEvents.report = report
 
