@@ -219,10 +219,8 @@ class GroupTransport(Transport):
         # Use no allgather, because gloo runs it in another thread, and the switch takes longer than this exchange.
         for tag, step in enumerate(self._steps):
             sending = self._control.send([self._slot_range(0, step.num_parts)], step.target, tag)
-            receiving = self._control.recv([self._slot_range(step.held, step.num_parts)], step.source, tag)
-            # Without an argument gloo keeps the limit with which the ranks connected, whatever `set_timeout` says.
-            receiving.wait(self._timeout)
-            sending.wait(self._timeout)
+            self._control.recv([self._slot_range(step.held, step.num_parts)], step.source, tag).wait()
+            sending.wait()
         # The slots are in the order of the steps: this rank first.
         starts = [(rank - self.rank) % self.size * _SLOT_BYTES for rank in range(self.size)]
         lengths = [int.from_bytes(slots[start : start + _LENGTH_BYTES], "little") for start in starts]
@@ -285,10 +283,7 @@ class GroupTransport(Transport):
         group = self._groups[process_set]
         operations = [dist.P2POp(dist.isend, sent, partner, group), dist.P2POp(dist.irecv, received, partner, group)]
         for work in dist.batch_isend_irecv(operations):
-            if sent.is_cpu:
-                work.wait(self._timeout)  # as in `exchange`; with a limit, NCCL would block this thread
-            else:
-                work.wait()
+            work.wait()
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the seconds after which a collective fails if a rank does not answer, also for the default group."""
