@@ -91,6 +91,11 @@ class Layout:
         return self.data * self.shard
 
     @property
+    def averaged_data_ranks(self) -> int:
+        """Number of data ranks that average their weights with others together: of a replica, or a rank alone."""
+        return 1 if self.is_data_only else self.replica_data_ranks
+
+    @property
     def num_copies(self) -> int:
         """Number of ranks that read the same batches."""
         return self.size // self.num_data_ranks

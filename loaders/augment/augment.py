@@ -176,13 +176,18 @@ class ColourFactors:
         )
 
 
+def parse_choice(value: object, choices: Sequence[Any], name: str) -> Any:
+    """Return the one of some choices that equals a value. Raises ConfigError: none does; `name` is the setting's."""
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
+
+
 def parse_evaluation(value: object) -> Evaluation:
     """Return the kind of evaluation of that name. Raises ConfigError: there is none."""
-    for evaluation in get_args(Evaluation):
-        if value == evaluation:
-            parsed: Evaluation = evaluation
-            return parsed
-    raise ConfigError(f"evaluation is {value!r}; expected one of {', '.join(get_args(Evaluation))}")
+    evaluation: Evaluation = parse_choice(value, get_args(Evaluation), "evaluation")
+    return evaluation
 
 
 def plan_random_windows(

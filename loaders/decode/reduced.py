@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 import numpy as np
 from PIL import Image
 
-from datasvc.errors import BadSampleError, ConfigError
+from datasvc.errors import BadSampleError
+from datasvc.loaders.augment.augment import parse_choice
 from datasvc.loaders.decode.jpeg_frame import JpegFrame
 from datasvc.shards.images.header import open_image, to_rgb
 
@@ -38,11 +39,8 @@ _MAX_PIXELS: Final = 89_478_485
 
 def parse_decode_scale(value: object) -> DecodeScale:
     """Return a scale of that name. Raises ConfigError: there is none."""
-    for scale in get_args(DecodeScale):
-        if value == scale:
-            parsed: DecodeScale = scale
-            return parsed
-    raise ConfigError(f"decode_scale is {value!r}; expected one of {', '.join(get_args(DecodeScale))}")
+    scale: DecodeScale = parse_choice(value, get_args(DecodeScale), "decode_scale")
+    return scale
 
 
 def smallest_reduced(size: int, *, is_uneven: bool = False) -> int:

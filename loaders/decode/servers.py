@@ -13,8 +13,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -83,7 +83,7 @@ class ServerConnection:
                 is_other = isinstance(error, _OtherServerError)
                 if not (is_reused or is_other) or isinstance(error, _RefusedConnectionError):
                     raise
-                # The server closes a connection that nobody has used for a while.
+                # A connection that is idle for long is closed by the server. That is no failure: connect again.
                 if is_other:
                     self._server.distrust()
                 decoded = self._send(images)
@@ -197,10 +197,7 @@ class ServerOfLoader:
 
     def decode(self, connection: http.client.HTTPConnection, images: Sequence[EncodedImage]) -> _Decoded:
         """Let the server decode images; for the errors see `connect`."""
-        size = self._decoder.size
-        limit_bytes = MAX_HEAD_BYTES + 4 + len(images) * size * size * 3
-        body = self._request(connection, "POST", pack_request(self._decoder, images), limit_bytes)
-        pixels, bad, instance = parse_answer(body, len(images), size)
+        pixels, bad, instance = self._exchange(connection, images)
         if instance != self._instance:
             raise _OtherServerError("another server answers at this address")
         return pixels, bad
@@ -268,7 +265,8 @@ class ServerOfLoader:
 
     def _check(self) -> None:
         """Check that the node decodes images, to the pixels that this machine gets from them."""
-        answer = self._ask_once("GET", [], MAX_HEAD_BYTES)
+        with self._one_request() as connection:
+            answer = self._request(connection, "GET", [], MAX_HEAD_BYTES)
         try:
             facts = json.loads(answer)
             self.num_threads = min(max(1, int(facts["num_threads"])), _MAX_THREADS)
@@ -282,9 +280,8 @@ class ServerOfLoader:
         probe = _make_probe(self._decoder)
         worker = self._decoder.make_worker()
         expected = [worker.scale(image.blob, image.start, image.shape, box=image.box).copy() for image in probe]
-        limit_bytes = MAX_HEAD_BYTES + 4 + len(probe) * self._decoder.size**2 * 3
-        body = self._ask_once("POST", pack_request(self._decoder, probe), limit_bytes)
-        found, bad, self._instance = parse_answer(body, len(probe), self._decoder.size)
+        with self._one_request() as connection:
+            found, bad, self._instance = self._exchange(connection, probe)
         if bad or not np.array_equal(found, expected):
             raise ConfigError(
                 f"decode server {self._url} decodes images to other pixels than this machine, with the same "
@@ -296,12 +293,23 @@ class ServerOfLoader:
         more = {"nvImageCodec": self._decoder.backend == "cpu", "torch": self._decoder.framework == "torch"}
         return ["datasvc", "Pillow", *(name for name, is_used in more.items() if is_used)]
 
-    def _ask_once(self, method: str, parts: Sequence[Any], limit_bytes: int) -> bytes:
+    @contextmanager
+    def _one_request(self) -> Iterator[http.client.HTTPConnection]:
+        """Yield a connection for a single request, after which a proxy may close it."""
         connection = self._connect()
         try:
-            return self._request(connection, method, parts, limit_bytes)
+            yield connection
         finally:
             self.disconnect(connection)
+
+    def _exchange(
+        self, connection: http.client.HTTPConnection, images: Sequence[EncodedImage]
+    ) -> tuple[Pixels, dict[int, str], str]:
+        """Send images, and return what `parse_answer` does."""
+        size = self._decoder.size
+        limit_bytes = MAX_HEAD_BYTES + 4 + len(images) * size * size * 3
+        body = self._request(connection, "POST", pack_request(self._decoder, images), limit_bytes)
+        return parse_answer(body, len(images), size)
 
     def _request(
         self, connection: http.client.HTTPConnection, method: str, parts: Sequence[Any], limit_bytes: int

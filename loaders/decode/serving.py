@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, get_args
 
@@ -165,6 +166,7 @@ def find_versions() -> dict[str, str | None]:
     return {name: _version(names) for name, names in _PACKAGES.items()}
 
 
+@cache  # each new connection asks for them
 def _version(names: Sequence[str]) -> str | None:
     for name in names:
         with suppress(PackageNotFoundError):

@@ -7,7 +7,12 @@ import numpy as np
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig
+from datasvc.repository import Repository
+from datasvc.shards import open_dataset
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
+
+# A shuffle of the epoch, the stored order, and a windowed shuffle in two lanes.
+ORDERS = [OrderConfig(seed=1), OrderConfig(1, None), OrderConfig(1, "windowed", 2, 8)]
 
 
 def write_numbers(repository, sizes):
@@ -18,6 +23,13 @@ def write_numbers(repository, sizes):
         for size, stop in zip(sizes, stops, strict=True)
     ]
     return write_version(repository, "numbers", {"train": shards}, LABELLED_SCHEMA)
+
+
+def open_numbers(tmp_path_factory):
+    """Return the split `train` of `numbers@1` in a new repository: 60 samples in shards of unequal sizes."""
+    repository = Repository.create(str(tmp_path_factory.mktemp("numbers") / "repo"))
+    write_numbers(repository, [5, 1, 9, 3, 12, 2, 8, 20])
+    return open_dataset(repository, "numbers")["train"]
 
 
 class _Echo:

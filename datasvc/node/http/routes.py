@@ -328,4 +328,4 @@ class DecodeRoutes:
     def _end(self, answering: asyncio.Future[bytes]) -> None:
         self._reading.release()
         if not answering.cancelled():
-            answering.exception()  # of a client that left, nobody asks for it
+            answering.exception()  # reads the error, or asyncio would log it if the client has left

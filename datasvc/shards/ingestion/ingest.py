@@ -424,10 +424,9 @@ def _tables(
     plan: _Plan, rows_by_split: Mapping[str, Sequence[TableRow]], compressed: Collection[str]
 ) -> dict[str, ShardTable]:
     """Return the shard table of each split that has samples; splits of `compressed` have compressed columns."""
+    schema = plan.work.schema
     return {
-        split: ShardTable.build(
-            rows, with_compression(plan.work.schema, compressed=split in compressed), plan.work.classes
-        )
+        split: ShardTable.build(rows, with_compression(schema, compressed=split in compressed), plan.work.classes)
         for split, rows in rows_by_split.items()
     }
 

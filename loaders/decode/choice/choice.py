@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from datasvc.errors import ConfigError, DeviceError
+from datasvc.loaders.augment.augment import parse_choice
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode
 from datasvc.loaders.decode.choice.choose import ON_GPU
 from datasvc.loaders.decode.choice.trial import TrialBatch, Trials, try_backends
@@ -187,11 +188,8 @@ class DecodeChoice:
 
 def parse_backend(value: object) -> Backend:
     """Return the backend that a loader's state names. Raises ConfigError: there is no backend of that name."""
-    for backend in get_args(Backend):
-        if value == backend:
-            parsed: Backend = backend
-            return parsed
-    raise ConfigError(f"decode of a loader's state is {value!r}; expected one of {', '.join(get_args(Backend))}")
+    backend: Backend = parse_choice(value, get_args(Backend), "decode of a loader's state")
+    return backend
 
 
 # It is the default number of decoding threads.

@@ -12,21 +12,13 @@ from datasvc.ledger.audit_text import describe_counts
 from datasvc.ledger.broken_rounds import RestOfRound, RoundPart, plan_catch_up
 from datasvc.ledger.file import read_ledger
 from datasvc.loaders.core.mixture import Mixture
-from datasvc.order import OrderConfig
-from datasvc.repository import Repository
-from datasvc.shards import open_dataset
 from tests.examples import examples
-from tests.loaders.echo import EchoLoader, write_numbers
-
-SIZES = [5, 1, 9, 3, 12, 2, 8, 20]
-ORDERS = [OrderConfig(seed=1), OrderConfig(1, None), OrderConfig(1, "windowed", 2, 8)]
+from tests.loaders.echo import ORDERS, EchoLoader, open_numbers
 
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
-    repository = Repository.create(str(tmp_path_factory.mktemp("numbers") / "repo"))
-    write_numbers(repository, SIZES)
-    return open_dataset(repository, "numbers")["train"]
+    return open_numbers(tmp_path_factory)
 
 
 class Replicas:

@@ -8,7 +8,7 @@ of another one. Invariant: all ranks are at the same step before and after it, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def find_round(run: Any) -> RoundCopy | None:
     is_within = start >= 0 and part.stop <= run.loader.split.num_positions and not is_cut
     if not is_within or steps.start < run.first_round_step:
         return None
-    per_replica = _count_ranks(run.layout)
+    per_replica = run.layout.averaged_data_ranks
     replica = _data_ranks(run.layout)[hvd.rank()] // per_replica
     lanes = 1 if isinstance(run.loader.split, Mixture) else run.loader.order.lanes
     own = range(replica * per_replica, (replica + 1) * per_replica)
@@ -80,7 +80,7 @@ def begin_catch_up(run: Any, part: RoundPart) -> CatchUp | None:
 
     Every rank calls this, at the start of the round, with what its replica has applied.
     """
-    per_replica = _count_ranks(run.layout)
+    per_replica = run.layout.averaged_data_ranks
     data_ranks = _data_ranks(run.layout)
     gathered = allgather_object(part, name="catch_up.parts")
     parts = [gathered[data_ranks.index(rank)] for rank in range(0, run.layout.num_data_ranks, per_replica)]
@@ -104,7 +104,7 @@ class CatchUp:
 
     def __init__(self, run: Any, part: RoundPart, plan: CatchUpPlan) -> None:
         self._run, self._part, self._plan = run, part, plan
-        self._per_replica = _count_ranks(run.layout)
+        self._per_replica = run.layout.averaged_data_ranks
         rank = _data_ranks(run.layout)[hvd.rank()]
         self._replica, self._rest = rank // self._per_replica, plan.rests[rank]
         self._first = run.optimizer.num_steps
@@ -149,13 +149,8 @@ class CatchUp:
         rests = self._plan.rests[first : first + self._per_replica]
         trained = [batch for rest in rests for batch in rest.batches[: self._num_done]]
         applied = np.sort(np.concatenate([self._part.applied, *trained]))
-        part = RoundPart(**{**vars(self._part), "applied": applied})
+        part = replace(self._part, applied=applied)
         return RoundCopy(part, self.start_step, self._first)
-
-
-def _count_ranks(layout: Layout) -> int:
-    """Return the number of data ranks of a replica."""
-    return 1 if layout.is_data_only else layout.replica_data_ranks
 
 
 def _data_ranks(layout: Layout) -> list[int]:

@@ -67,10 +67,10 @@ class LeasedRounds:
     ) -> None:
         self._optimizer, self._reading = optimizer, reading
         self._policy, self._is_measured, self._max_steps = policy, is_measured, max_steps
-        self._num_replicas = layout.replica if layout.replica > 1 else layout.num_data_ranks
+        per_replica = layout.averaged_data_ranks
+        self._num_replicas = layout.num_data_ranks // per_replica
         self._recorded = recorded
         data_ranks = [each.data_rank for each in plan_layout(layout).ranks]
-        per_replica = layout.num_data_ranks // self._num_replicas
         self._replicas = [rank // per_replica for rank in data_ranks]  # of each rank
         # Ranks that read the same batches count once.
         self._counts = [data_ranks.index(data_rank) == rank for rank, data_rank in enumerate(data_ranks)]
