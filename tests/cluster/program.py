@@ -1,9 +1,9 @@
 """A program that runs inside a node of the cluster."""
 
 import os
-import select
 import signal
 import subprocess
+from multiprocessing.connection import wait
 
 TIMEOUT_S = 60.0
 _TAIL_BYTES = 16000
@@ -89,6 +89,4 @@ class Program:
 
 def wait_for_end(pidfd, timeout_s=TIMEOUT_S):
     """Return whether the process behind a descriptor ends within that time."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    return bool(wait([pidfd], timeout_s))

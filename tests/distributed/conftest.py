@@ -1,9 +1,9 @@
 import contextlib
 import os
-import select
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pyarrow as pa
@@ -97,7 +97,7 @@ def has_ended():
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(pid)
             try:
-                return bool(select.select([fd], [], [], timeout_s)[0])
+                return bool(wait([fd], timeout_s))
             finally:
                 os.close(fd)
         return True

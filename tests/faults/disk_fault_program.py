@@ -10,11 +10,11 @@ import ctypes
 import errno
 import json
 import os
-import select
 import shutil
 import signal
 import sys
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -260,7 +260,7 @@ def run_in_child(at, operation, arm):
         os.write(writer, json.dumps([kind, text[-3000:], calls]).encode())
         os._exit(0)
     os.close(writer)
-    ready, _, _ = select.select([reader], [], [], TIMEOUT_S)
+    ready = wait([reader], TIMEOUT_S)
     if not ready:
         os.kill(pid, signal.SIGABRT)
     answer = b""

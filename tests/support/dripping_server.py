@@ -1,8 +1,8 @@
 """A web server whose answers have a head without an end: a byte at a time, so that no read of it times out."""
 
-import select
 import socket
 import threading
+from multiprocessing.connection import wait
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n"
 
@@ -32,7 +32,7 @@ class DrippingServer:
             connection.recv(4096)
             try:
                 connection.sendall(HEAD)
-                while not select.select([connection], [], [], 0.001)[0]:  # until the client hangs up
+                while not wait([connection], 0.001):  # until the client hangs up
                     connection.sendall(b"x")
             except OSError:
                 return

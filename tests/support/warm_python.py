@@ -22,7 +22,6 @@ import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import runpy
-import select
 import shutil
 import signal
 import socket
@@ -30,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
@@ -98,7 +98,7 @@ class _Server:
         gc.collect()
         gc.freeze()  # pages of imported modules stay shared
         while True:
-            ready, _, _ = select.select([0, reads, self._listener, *self._pids], [], [])
+            ready = wait([0, reads, self._listener, *self._pids])
             if 0 in ready:
                 self._end_all()
                 return None

@@ -2,11 +2,11 @@
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -488,7 +488,7 @@ def test_a_day_that_is_killed_leaves_no_process_and_its_stage_runs_again(tmp_pat
             os.sched_yield()
         descriptor = os.pidfd_open(int(pids[0]))
         process.send_signal(signal.SIGKILL)
-    assert select.select([descriptor], [], [], 60)[0]
+    assert wait([descriptor], 60)
     os.close(descriptor)
     assert not (tmp_path / "out" / "profiling.json").exists()
 

@@ -185,7 +185,7 @@ def query_sixel(timeout_s: float = _ANSWER_TIMEOUT_S) -> bool:
     before = termios.tcgetattr(keyboard)
     try:
         tty.setcbreak(keyboard, termios.TCSANOW)  # the answer has no line end, and must not be shown
-        if select.select([keyboard], [], [], 0)[0]:
+        if select.select([keyboard], [], [], 0)[0]:  # noqa: TID251 - standard input
             return False
         os.write(screen, _ATTRIBUTES_QUERY)
         found = _ATTRIBUTES.search(_read_answer(keyboard, timeout_s))
@@ -206,7 +206,7 @@ def _read_answer(keyboard: int, timeout_s: float) -> bytes:
     answer = b""
     end = time.monotonic() + timeout_s
     while not _ATTRIBUTES.search(answer) and (left_s := end - time.monotonic()) > 0:
-        if select.select([keyboard], [], [], left_s)[0]:
+        if select.select([keyboard], [], [], left_s)[0]:  # noqa: TID251 - standard input
             answer += os.read(keyboard, 1)  # by byte: what follows the answer is for the next reader
     return answer
 

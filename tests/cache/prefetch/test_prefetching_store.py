@@ -1,13 +1,13 @@
 """A job's shards, fetched ahead in a process beside it, and single samples of shards that are not here yet."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -239,7 +239,7 @@ def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split, program):
     stager = os.pidfd_open(int(process.stdout.readline()))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert select.select([stager], [], [], 20)[0]
+    assert wait([stager], 20)
     os.close(stager)
     process.stdin.close()  # ends a forked child
     process.stdout.close()

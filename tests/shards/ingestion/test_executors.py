@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -356,12 +357,7 @@ def test_workers_end_when_their_driver_is_killed(stuck):
     process.kill()
     process.wait()
     for descriptor in watched:
-        ended = threading.Thread(
-            target=lambda end=descriptor: __import__("select").select([end], [], []), daemon=True
-        )
-        ended.start()
-        ended.join(timeout=20)
-        assert not ended.is_alive()
+        assert wait([descriptor], 20)
         os.close(descriptor)
 
 

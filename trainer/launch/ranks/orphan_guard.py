@@ -124,7 +124,7 @@ def listen(launcher: int) -> Iterator[bytes]:
     fd = sys.stdin.fileno()
     partial_line = b""
     while True:
-        if select.select([fd], [], [], _POLL_PERIOD_S)[0]:
+        if select.select([fd], [], [], _POLL_PERIOD_S)[0]:  # noqa: TID251 - standard input
             data = os.read(fd, 1 << 16)
             if not data:
                 return
