@@ -121,6 +121,14 @@ def test_the_trainer_is_measured():
     check(run_json("trainer", *tiny), repeats=1)
 
 
+@pytest.mark.long
+def test_negotiation_is_measured_and_its_bits_are_fewer_than_its_messages():
+    printed = run_json("negotiation", "--repeats", 1, "--ranks", "3")
+    check(printed, repeats=1)
+    (ratio,) = (ratio for ratio in printed["ratios"] if "bytes" in ratio["name"])
+    assert ratio["median"] > 1
+
+
 def test_figures_are_shown_as_tables_too():
     shown = run("order", "--repeats", 1, "--samples", 2000, "--shards", 3)
     assert "positions/s" in shown

@@ -33,6 +33,7 @@ MODULES: Final = {
     "cache": "cache",
     "store_streams": "store_streams",
     "trainer": "trainer",
+    "negotiation": "negotiation",
     "buckets": "slow_link",
     "hierarchical": "slow_link",
     "averaging": "averaging",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,31 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import datasvc.trainer as hvd
-from datasvc.trainer.engine.execution.transport import GroupTransport
-from datasvc.trainer.engine.negotiation.negotiation import Negotiation
-from datasvc.trainer.engine.negotiation.requests import (
-    CollectiveKind,
-    CycleMessage,
-    Request,
-    RequestCache,
-    decode_message,
-    encode_message,
-)
 from datasvc.trainer.recipes.models import build_model
+from tools.bench.negotiation import OWN_NETWORK, has_own_network, loopback_bytes
 from tools.bench.ranks import Step, say, time_block
 from tools.bench.runner import Options, Report, bench, run_ranks, turns
 
 OURS, UNFUSED, ALONE = "ours", "ours, not fused", "alone"
 DDP = ("DDP", "DDP, views")
 PROCESSOR = ", processor"
-# Its loopback is down at first.
-OWN_NETWORK = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 BATCH, SIDE, CLASSES = 32, 32, 1000
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-3
-NUM_CYCLES = 500
-REQUESTS_PER_CYCLE = 16  # some ten cycles a step for 161 gradients
 FUSED, NOT_FUSED = hvd.EngineSettings(), hvd.EngineSettings(fusion_bytes=0)
 
 Wrap = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
@@ -48,9 +33,7 @@ Values = dict[str, dict[str, list[float]]]
 
 @bench(
     repeats=7,
-    positional={
-        "parts": {"nargs": "*", "metavar": "PART", "help": "compare, alone, negotiation, wire; default: all"}
-    },
+    positional={"parts": {"nargs": "*", "metavar": "PART", "help": "compare, alone, wire; default: all"}},
     seconds=(2.0, "of a block"),
     workload={"help": "of `compare` and `alone`; default: both"},
 )
@@ -68,8 +51,6 @@ def trainer(options: Options) -> Report:
       ours is the faster. "Processor" is what all threads of the slower rank used: it counts on a machine that is busy
       with other work, where the clock measures the others too, but not what a rank waits for.
     - `alone`, one rank: ours against the plain optimizer.
-    - `negotiation`, two ranks: time of a cycle, from the requests of the ranks to the list of what may run; of the
-      bare collective in it; and of a barrier, which is submission, a cycle, and the wake-ups of both threads.
     - `wire`, two ranks in a network namespace of their own, if one can be had: bytes through its loopback per step,
       both directions, with all headers and what negotiation sends.
     """
@@ -86,14 +67,6 @@ def trainer(options: Options) -> Report:
                 values[line["workload"] + PROCESSOR][line["way"]].append(line["processor_ms"])
         add(report, values)
     return report
-
-
-def has_own_network() -> bool:
-    """Return whether this system gives a network namespace; without, others' traffic is counted too."""
-    try:
-        return subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
 
 
 def add_comparison(report: Report, values: Values) -> None:
@@ -120,15 +93,6 @@ def _add_times(report: Report, name: str, times_ms: list[float]) -> None:
         report.add_row(name, "steps/s", [1e3 / ms for ms in times_ms])
 
 
-def add_negotiation(report: Report, values: Values) -> None:
-    """Add the time of a cycle, of the collective in it, and of an operation that is nothing else."""
-    ways = values["negotiation"]
-    report.add_row("bare exchange of 512 bytes", "ms", ways["bare exchange"])
-    report.add_row("negotiation: a cycle of 16 gradients", "ms", ways["a cycle"])
-    report.add_row("negotiation of one operation, with wake-ups", "ms", ways["a barrier"])
-    report.add_ratio("bare exchange / a cycle", ways["bare exchange"], ways["a cycle"])
-
-
 def add_wire(report: Report, values: Values) -> None:
     """Add bytes of a step."""
     ways = values["wire"]
@@ -140,7 +104,6 @@ def add_wire(report: Report, values: Values) -> None:
 PARTS = {
     "compare": (2, add_comparison),
     "alone": (1, add_one_rank),
-    "negotiation": (2, add_negotiation),
     "wire": (2, add_wire),
 }
 """By part, how many ranks it has, and what adds its figures."""
@@ -154,8 +117,6 @@ def run_part(part: str, repeats: int, seconds: float, workloads: list[str], devi
             compare(list(WAYS), repeats, seconds, device, workloads)
         case "alone":
             compare([OURS, ALONE], repeats, seconds, device, workloads)
-        case "negotiation":
-            negotiate(repeats)
         case "wire":
             count_bytes(repeats)
     dist.destroy_process_group()
@@ -265,50 +226,6 @@ def compare(ways: list[str], repeats: int, seconds: float, device: str, workload
             say(workload=workload, way=way, ms=ms, processor_ms=processor_ms)
 
 
-def negotiate(repeats: int) -> None:
-    """Time what negotiation is made of: the bare collective, a cycle, and a barrier with its wake-ups, in turn."""
-    transport = GroupTransport(FUSED, gpu="", local_size=dist.get_world_size())
-    cycle = make_cycle(transport)
-    for repeat in range(repeats + 1):
-        hvd.init()
-        ways = {
-            "bare exchange": lambda: transport.exchange(b""),
-            "a cycle": cycle,
-            "a barrier": hvd.barrier,
-        }
-        for way, run in ways.items():
-            elapsed_s, _ = time_block(run, NUM_CYCLES)
-            if repeat:
-                say(workload="negotiation", way=way, ms=1e3 * elapsed_s)
-        hvd.shutdown()
-    transport.close()
-
-
-def make_cycle(transport: GroupTransport) -> Step:
-    """Return what the engine's thread does in a cycle until it knows what may run, for requests seen before."""
-    cache, negotiation = RequestCache(FUSED.cache_capacity), Negotiation(transport.size)
-    requests = [
-        Request(
-            name=f"gradient.{number}", kind=CollectiveKind.ALLREDUCE, dtypes=("float32",), shapes=((512, 512, 3, 3),)
-        )
-        for number in range(REQUESTS_PER_CYCLE)
-    ]
-    for request in requests:
-        cache.remember(request)
-
-    def cycle() -> None:
-        numbers = [cache.find(request) for request in requests]
-        message = CycleMessage(tuple(number for number in numbers if number is not None))
-        messages = [decode_message(data) for data in transport.exchange(encode_message(message))]
-        submitted = [
-            [cache.resolve(entry) for entry in message.entries if isinstance(entry, int)] for message in messages
-        ]
-        ready = negotiation.advance(submitted)
-        assert len(ready) == len(requests), ready
-
-    return cycle
-
-
 def count_bytes(repeats: int, num_steps: int = 3) -> None:
     """Count what passes through the loopback, where nothing else may run, while the ranks train."""
     for way, compression in (("none", hvd.Compression.none), ("bf16", hvd.Compression.bf16)):
@@ -324,12 +241,3 @@ def count_bytes(repeats: int, num_steps: int = 3) -> None:
             sent_mb = (loopback_bytes() - before) / num_steps / 1e6
             say(workload="wire", way=way, mb=sent_mb)
         hvd.shutdown()
-
-
-def loopback_bytes() -> int:
-    """Return the bytes sent over the loopback so far, with all headers, in this network namespace."""
-    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise OSError("there is no loopback in /proc/net/dev")

@@ -8,6 +8,7 @@ rank fails.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -20,9 +21,9 @@ from datasvc.trainer.engine.execution.handles import Completions, Result, Submis
 from datasvc.trainer.engine.execution.movements import EngineStreams, FusionBuffers
 from datasvc.trainer.engine.execution.timeline import Timeline, profiled
 from datasvc.trainer.engine.execution.transport import Transport
+from datasvc.trainer.engine.negotiation.agreement import Agreement
 from datasvc.trainer.engine.negotiation.negotiation import (
     JOIN,
-    Negotiation,
     Outcome,
     Refused,
     StalledOperation,
@@ -33,7 +34,6 @@ from datasvc.trainer.engine.negotiation.requests import (
     CollectiveKind,
     CycleMessage,
     Key,
-    RequestCache,
     decode_message,
     encode_message,
 )
@@ -65,10 +65,9 @@ class Engine:
         self._transport = transport
         self._cycle_time_s = settings.cycle_time_s
         self._clock = clock
-        self._negotiation = Negotiation(transport.size)
-        self.process_sets: Mapping[int, tuple[int, ...]] = self._negotiation.process_sets
+        self._agreement = Agreement(transport.rank, transport.size, settings.cache_capacity)
+        self.process_sets: Mapping[int, tuple[int, ...]] = dict(self._agreement.negotiation.process_sets)
         """Global ranks of each process set that every rank has added, by the number of the set."""
-        self._cache = RequestCache(settings.cache_capacity)
         self._stall_watch = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
         self._timeline = Timeline()
         self._tuner = (
@@ -185,26 +184,30 @@ class Engine:
                 return f"{name_ranks(leaving_ranks)} left the job (shutdown() or end of the program)"
 
     def _cycle(self) -> list[CycleMessage]:
+        """Return the messages of all ranks; none if bits were enough."""
         message = self._collect()
         self._activity = "the exchange of requests"
+        messages = []
         with profiled("negotiate"):
-            messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
+            bits = self._agreement.encode_bits(
+                needs_messages=message != CycleMessage(), is_detailed=self._timeline.is_recording
+            )
+            outcomes, needs_messages = self._agreement.apply_bits(self._transport.combine(bits))
+            if needs_messages:
+                message = dataclasses.replace(message, entries=self._agreement.take_entries())
+                messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
         self._raise_failure()
-        # The requests that are new in this cycle, by rank. An entry that is a number stands for a cached request.
-        submitted = [
-            [self._cache.resolve(entry) if isinstance(entry, int) else entry for entry in message.entries]
-            for message in messages
-        ]
-        if any(submitted):
+        if any(message.entries for message in messages):
             self._timeline.cycle()
+            submitted, by_messages = self._agreement.apply_entries([message.entries for message in messages])
             for rank, requests in enumerate(submitted):
                 for request in requests:
                     self._timeline.submitted(request.key, request.kind.value.upper(), rank)
-            outcomes = self._negotiation.advance(submitted)
-            if outcomes:
-                self._stall_watch.restart(JOIN)  # a join that waits for ranks that make progress is no stall
+            outcomes += by_messages
+        if outcomes:
+            self._stall_watch.restart(JOIN)  # a join that waits for ranks that make progress is no stall
             self._process_outcomes(outcomes)
-        tuning = messages[0].tuning
+        tuning = messages[0].tuning if messages else None
         if tuning is not None:
             # All ranks adopt the values in the same cycle, because different fusion sizes lead to different buffers.
             self._cycle_time_s = tuning.cycle_time_s
@@ -213,7 +216,7 @@ class Engine:
         return messages
 
     def _collect(self) -> CycleMessage:
-        """Wait for submissions, at most for the pause of an idle rank, and return the message of this cycle."""
+        """Wait for submissions, at most for the pause of an idle rank, and return a message without requests."""
         with self._changed:
             if not self._queue and not self._is_leaving and self._reduction_failure is None:
                 self._changed.wait(self._idle_wait_s())
@@ -221,20 +224,15 @@ class Engine:
             queue, self._queue = self._queue, []
             is_leaving = self._is_leaving
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
-        requests = [submission.request for submission in queue]
-        # If the cache has a request, its number is sent instead.
-        numbers = [self._cache.find(request) for request in requests]
-        entries = tuple(
-            request if number is None else number for request, number in zip(requests, numbers, strict=True)
-        )
+        self._agreement.submit([submission.request for submission in queue])
         tuning = self._tuner.propose() if self._tuner is not None else None
-        return CycleMessage(entries, is_leaving, self._stall_failure, tuning)
+        return CycleMessage((), is_leaving, self._stall_failure, tuning)
 
     def _idle_wait_s(self) -> float | None:
         """Return the maximum pause before the next exchange, if this rank submits nothing; None for no maximum."""
         if self._transport.size == 1:
             return None  # only a submission or `close` can end the pause
-        awaits_others, is_awaited = self._negotiation.waiting(self._transport.rank)
+        awaits_others, is_awaited = self._agreement.waiting()
         if awaits_others and not is_awaited:
             # Only other ranks have yet to submit. When they do, a pause of this rank would delay the operation.
             return 0.0
@@ -256,9 +254,6 @@ class Engine:
                 if submission is not None:
                     self._fail(submission, outcome.reason)
                 continue
-            # Cache only a request that is equal on all ranks. In an allgather, for example, the rows may differ.
-            if all(request == outcome.request for request in outcome.requests.values()):
-                self._cache.remember(outcome.request)
             if self._transport.rank in outcome.members:
                 operations.append((outcome, submission))
         self._activity = ", ".join(f"'{ready.key.name}'" for ready, _ in operations[:3])
@@ -268,7 +263,7 @@ class Engine:
 
     def _watch_stalls(self) -> None:
         """Warn of operations that wait too long for some ranks, and end the job if the wait exceeds its limit."""
-        stalled, failure = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
+        stalled, failure = self._stall_watch.check(self._clock(), self._agreement.negotiation.missing_ranks())
         # One rank warns for all, because all ranks have the same state of the negotiation.
         if self._transport.rank == 0:
             for operation in stalled:
@@ -286,7 +281,7 @@ class Engine:
             if self._in_flight.get(key) is submission:
                 del self._in_flight[key]
         if kind in (CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET):
-            self.process_sets = self._negotiation.process_sets
+            self.process_sets = dict(self._agreement.negotiation.process_sets)
         if isinstance(result, OverflowError):
             submission.handle.fail(result)
             return

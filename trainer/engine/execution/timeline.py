@@ -34,6 +34,8 @@ _IS_UNDER_NVTX_TOOL = torch.version.cuda is not None and is_under_nvtx_tool(os.e
 class Timeline:
     """The interface of a timeline, and the default, which records nothing; `TraceFile` writes a file."""
 
+    is_recording = False
+
     def cycle(self) -> None:
         """Record the beginning of a cycle that has submissions."""
 
@@ -64,6 +66,8 @@ class TraceFile(Timeline):
 
     Raises OSError: the file cannot be written. An existing file is overwritten.
     """
+
+    is_recording = True
 
     def __init__(self, path: Path, *, marks_cycles: bool = False) -> None:
         self._file = path.open("w", encoding="utf-8")

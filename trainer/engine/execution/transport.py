@@ -3,7 +3,7 @@
 A group is a process group of torch. The control group carries requests; one data group per process set carries
 tensors. The user's own collectives are in other groups, so the engine does not wait for them. Every method except
 `wire_device`, `set_timeout` and `close` is a collective: all ranks of the process set call it in the same order, from
-the engine's thread. `exchange` and the changes of process sets are collectives of all ranks of the job.
+the engine's thread. `combine`, `exchange` and the changes of process sets are collectives of all ranks of the job.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class Transport:
     local_size: int = 1
     is_homogeneous: bool = True
     has_node_groups: bool = False
+
+    def combine(self, data: bytes) -> bytes:
+        """Return the bitwise AND of the data of all ranks, which have one length."""
+        return data
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Send data to all ranks, and return the data of all ranks in rank order. Lengths may differ."""
@@ -208,6 +212,20 @@ class GroupTransport(Transport):
         if is_wanted or (is_wanted is None and self.settings.autotune):
             self._make_node_groups(group_by_node([facts_of_rank[3] for facts_of_rank in facts]))
         self.has_node_groups = self._node_groups is not None
+
+    def combine(self, data: bytes) -> bytes:
+        """Combine data in log2(ranks) steps, each of which sends them once."""
+        assert self._control is not None
+        # After n steps a rank has the AND of 2**n ranks, from itself on. In the last step some come again, which
+        # does not change an AND.
+        combined = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = torch.empty_like(combined)
+        for tag, step in enumerate(self._steps):
+            sending = self._control.send([combined], step.target, tag)
+            self._control.recv([received], step.source, tag).wait()
+            sending.wait()
+            combined &= received
+        return combined.numpy().tobytes()
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Exchange data in log2(ranks) steps. If the data of a rank do not fit into a slot, add a collective."""

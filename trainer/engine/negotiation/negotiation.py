@@ -16,9 +16,6 @@ from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKi
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
 # These kinds can run while some ranks have joined. For an allreduce, those ranks send neutral values.
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
-# These kinds change the joined ranks or the process sets, so the short path of `advance` cannot handle them.
-_WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
-
 
 _Property = Callable[[Request], object]
 
@@ -113,9 +110,9 @@ class Negotiation:
         self._joined: dict[int, Request] = {}  # the join of each joined rank
 
     @property
-    def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """The global ranks of each process set, by its number."""
-        return dict(self._sets)
+    def process_sets(self) -> Mapping[int, tuple[int, ...]]:
+        """The global ranks of each process set, by its number; changed by `advance`."""
+        return self._sets
 
     def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Outcome]:
         """Process the new submissions of one cycle, listed by rank, and return the outcomes of complete operations.
@@ -124,10 +121,6 @@ class Negotiation:
             The outcomes in the order in which the operations become complete if ranks are processed in rank order.
         """
         assert len(submitted) == self._num_ranks
-        # The short path of most training steps.
-        if self._are_agreed(submitted):
-            members = self._sets[GLOBAL_SET]
-            return [Ready(dict.fromkeys(members, request), members) for request in submitted[0]]
         outcomes: list[Outcome] = []
         for rank, requests in enumerate(submitted):
             for request in requests:
@@ -135,6 +128,22 @@ class Negotiation:
                     self._join(rank, request) if request.kind is CollectiveKind.JOIN else self._add(rank, request)
                 )
         return outcomes
+
+    def complete(self, request: Request) -> Ready:
+        """Return the outcome of a request that every rank of its set has submitted alike."""
+        self._pending.pop(request.key, None)
+        members = self._sets[request.process_set]
+        return Ready(dict.fromkeys(members, request), members)
+
+    @property
+    def has_joined_ranks(self) -> bool:
+        """Whether some ranks have joined, and others not yet."""
+        return bool(self._joined)
+
+    @property
+    def pending(self) -> Mapping[Key, Mapping[int, Request]]:
+        """The requests of each pending operation, by rank; changed by `advance`."""
+        return self._pending
 
     def waiting(self, rank: int) -> tuple[bool, bool]:
         """Return whether this rank waits for other ranks, and whether other ranks wait for this rank.
@@ -153,21 +162,6 @@ class Negotiation:
         if self._joined:
             missing[JOIN] = tuple(rank for rank in range(self._num_ranks) if rank not in self._joined)
         return missing
-
-    def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
-        """Return whether all ranks submitted the same cached requests, without joins and changes of process sets."""
-        # With one rank, identity proves nothing: its requests may be new and must still be checked.
-        if self._pending or self._joined or self._num_ranks == 1:
-            return False
-        first = submitted[0]
-        # A cached request that several ranks submit is one object here, so identity is enough.
-        are_identical = all(
-            len(requests) == len(first) and all(a is b for a, b in zip(requests, first, strict=True))
-            for requests in submitted
-        )
-        return are_identical and all(
-            request.process_set == GLOBAL_SET and request.kind not in _WITH_EFFECT for request in first
-        )
 
     def _missing(self, key: Key) -> list[int]:
         """Return the ranks for which a pending operation waits, in the order of the process set."""

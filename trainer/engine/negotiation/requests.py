@@ -119,7 +119,7 @@ def _with_tuples(value: Any) -> Any:
 
 # Invariant: every rank calls `remember` with the same requests in the same order, so a number stands for the same
 # request on every rank. A cycle resolves all its numbers before it remembers requests, so no number in a message is
-# reused before it is resolved. Training steps repeat their requests, so most negotiations need a few bytes only.
+# reused before it is resolved. Training steps repeat their requests, so most negotiations need a bit for each only.
 
 
 class RequestCache:
@@ -132,6 +132,15 @@ class RequestCache:
         self._capacity = capacity
         self._numbers: OrderedDict[Key, int] = OrderedDict()  # least recently agreed key first
         self._requests: list[Request] = []
+        self._bits_of_set: dict[int, int] = {}  # by process set, one bit for the number of each of its requests
+
+    def __len__(self) -> int:
+        """The number of stored requests; their numbers are those below it."""
+        return len(self._requests)
+
+    def bits_of_set(self, process_set: int) -> int:
+        """Return an integer with bit n set for each stored request of a process set, where n is its number."""
+        return self._bits_of_set.get(process_set, 0)
 
     def find(self, request: Request) -> int | None:
         """Return the number of this request; None if no request or a different one is stored under its key."""
@@ -155,9 +164,11 @@ class RequestCache:
             self._requests.append(request)
         else:
             # Reuse the number of that key, so that numbers stay below the capacity.
-            _, number = self._numbers.popitem(last=False)
+            evicted, number = self._numbers.popitem(last=False)
+            self._bits_of_set[evicted.process_set] &= ~(1 << number)
             self._numbers[key] = number
             self._requests[number] = request
+        self._bits_of_set[key.process_set] = self.bits_of_set(key.process_set) | 1 << self._numbers[key]
         self._numbers.move_to_end(key)
 
 

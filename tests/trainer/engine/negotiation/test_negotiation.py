@@ -7,17 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.trainer.engine.negotiation.negotiation import Negotiation, Ready, Refused
-from datasvc.trainer.engine.negotiation.requests import (
-    GLOBAL_SET,
-    CollectiveKind,
-    CycleMessage,
-    Key,
-    ReduceOp,
-    Request,
-    RequestCache,
-    decode_message,
-    encode_message,
-)
+from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, ReduceOp, Request
 
 
 def allreduce(name="x", **changes):
@@ -41,61 +31,6 @@ def broadcast(root_rank):
 
 def allgather(*shape):
     return Request(name="x", kind=CollectiveKind.ALLGATHER, dtypes=("float32",), shapes=(shape,))
-
-
-class SimulatedRank:
-    """One rank as the engine drives it: it shortens what it says and resolves what it hears."""
-
-    def __init__(self, num_ranks):
-        self.negotiation = Negotiation(num_ranks)
-        self.cache = RequestCache(capacity=3)
-        self.outcomes = []
-
-    def speak(self, requests):
-        numbers = [self.cache.find(request) for request in requests]
-        entries = [r if n is None else n for r, n in zip(requests, numbers, strict=True)]
-        return encode_message(CycleMessage(tuple(entries)))
-
-    def listen(self, everything):
-        messages = [decode_message(data).entries for data in everything]
-        submitted = [[self.cache.resolve(e) if isinstance(e, int) else e for e in m] for m in messages]
-        for outcome in self.negotiation.advance(submitted):
-            self.outcomes.append(outcome.key.name)
-            if isinstance(outcome, Ready):
-                self.cache.remember(outcome.request)
-
-
-@st.composite
-def interleavings(draw):
-    """Per rank, an order of the same names, cut into cycles."""
-    num_ranks = draw(st.integers(1, 4))
-    num_names = draw(st.integers(0, 6))
-    num_cycles = draw(st.integers(1, 5))
-    names = [f"op{i}" for i in range(num_names)]
-    orders = [draw(st.permutations(names)) for _ in range(num_ranks)]
-    cycles = [[draw(st.integers(0, num_cycles - 1)) for _ in names] for _ in range(num_ranks)]
-    return [
-        [[name for name, at in zip(order, sorted(when), strict=True) if at == cycle] for cycle in range(num_cycles)]
-        for order, when in zip(orders, cycles, strict=True)
-    ]
-
-
-@given(interleavings(), st.integers(1, 3))
-def test_any_interleaving_gives_every_rank_the_same_list_with_every_name_once(submissions, num_steps):
-    num_ranks, num_cycles = len(submissions), len(submissions[0])
-    ranks = [SimulatedRank(num_ranks) for _ in range(num_ranks)]
-    names = sorted(name for cycle in submissions[0] for name in cycle)
-    for step in range(1, num_steps + 1):
-        for cycle in range(num_cycles):
-            everything = [
-                rank.speak([allreduce(name) for name in mine[cycle]])
-                for rank, mine in zip(ranks, submissions, strict=True)
-            ]
-            for rank in ranks:
-                rank.listen(everything)
-        assert all(rank.outcomes == ranks[0].outcomes for rank in ranks)
-        assert sorted(ranks[0].outcomes) == sorted(names * step)
-        assert ranks[0].negotiation.missing_ranks() == {}
 
 
 def test_an_operation_waits_for_the_last_rank_and_the_missing_ranks_are_listed():
@@ -280,24 +215,6 @@ def test_the_negotiation_has_which_ranks_wait_and_for_which():
     negotiation.advance([[allreduce("y")], [allreduce("x")]])
     negotiation.advance([[], [Request(name="join", kind=CollectiveKind.JOIN)]])
     assert [negotiation.waiting(rank) for rank in (0, 1)] == [(False, False), (True, False)]
-
-
-@given(st.integers(1, 4), st.lists(st.sampled_from("abcd"), unique=True), st.data())
-def test_requests_that_were_agreed_on_before_are_settled_as_new_ones_are(num_ranks, names, data):
-    """What all ranks submit at once in the steady state goes a shorter way, to the same outcomes."""
-    orders = [names if data.draw(st.booleans()) else data.draw(st.permutations(names)) for _ in range(num_ranks)]
-    waiting = data.draw(st.booleans())
-    known = {name: allreduce(name) for name in [*names, "late"]}
-    outcomes = []
-    for of_cache in (True, False):
-        negotiation = Negotiation(num_ranks)
-        found = negotiation.advance([[known["late"]] if waiting and rank == 0 else [] for rank in range(num_ranks)])
-        for _ in range(2):
-            found += negotiation.advance(
-                [[known[name] if of_cache else allreduce(name) for name in order] for order in orders]
-            )
-        outcomes.append((found, negotiation.missing_ranks()))
-    assert outcomes[0] == outcomes[1]
 
 
 def test_one_rank_gets_the_refusal_each_time_it_submits():
