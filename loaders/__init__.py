@@ -10,6 +10,7 @@ from datasvc.loaders.audio.audio_loader import AudioLoader
 from datasvc.loaders.audio.clips import AudioAugment
 from datasvc.loaders.audio.mel import MelConfig
 from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.augment.fit import Fit
 from datasvc.loaders.augment.objects import ObjectConfig
 from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.loader import Loader
@@ -40,6 +41,7 @@ __all__ = [
     "DataRanks",
     "DecodeConfig",
     "DecodeGroup",
+    "Fit",
     "ImageBatch",
     "ImageLoader",
     "Loader",

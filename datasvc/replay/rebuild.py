@@ -25,6 +25,7 @@ from datasvc.loaders import (
     TokenLoader,
     VideoLoader,
 )
+from datasvc.loaders.augment.fit import parse_size
 from datasvc.loaders.augment.objects import parse_objects
 from datasvc.loaders.core.batches import BatchPositions, Cursor, SampleBatches
 from datasvc.loaders.core.mixture import MixtureStage, splits_of
@@ -173,7 +174,7 @@ def _open_images(
     return ImageLoader(
         samples,
         **common,
-        size=settings["size"],
+        size=parse_size(settings["size"]),
         pixels=PixelFormat(**groups["pixels"]),
         augment=AugmentConfig(**groups["augment"], transform=transform),
         columns=settings["columns"],

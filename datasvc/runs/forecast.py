@@ -86,7 +86,7 @@ def forecast_curve(ref: str, curve: str, series: Series, target: float) -> LossF
             f"forecast needs {_MIN_POINTS}"
         )
     newest = int(series.steps[np.isfinite(series.values)][-1]) - start
-    fit = _Fit(steps, values, newest)
+    fit = _CurveFits(steps, values, newest)
     fitted = fit.solve(values[None])
     (found,) = fitted.steps_to(target)
     (expected,) = fitted.at(steps)
@@ -120,7 +120,7 @@ def _bins(numbers: Integers, series: Series) -> tuple[Floats, Floats]:
 def _past_error(steps: Floats, values: Floats, newest_value: float) -> float:
     """Return the factor, at least 1, by which a forecast from the first half was wrong about the newest step."""
     half = len(steps) // 2
-    fit = _Fit(steps[:half], values[:half], int(steps[half - 1]))
+    fit = _CurveFits(steps[:half], values[:half], int(steps[half - 1]))
     (found,) = fit.solve(values[None, :half]).steps_to(newest_value)
     ratio = float(found / steps[-1])
     return max(ratio, 1 / ratio)
@@ -160,7 +160,7 @@ class _Curves(NamedTuple):
         return np.where(steps > self.horizon, np.inf, np.maximum(steps, 1))
 
 
-class _Fit:
+class _CurveFits:
     """Fits of curves at the same steps, over a grid of shifts and exponents: scale and limit are linear in it."""
 
     def __init__(self, steps: Floats, values: Floats, newest: int) -> None:

@@ -30,6 +30,8 @@ _TRIES = 10  # random windows per image, of which the first that fits into the i
 _AREA, _RATIO, _LEFT, _TOP, _STREAMS_PER_TRY = 0, 1, 2, 3, 4
 _FLIP = _TRIES * _STREAMS_PER_TRY
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 6)
+SHORTER_STREAM: Final = _FLIP + 6
+"""The stream of `draw` for the shorter side of an image, see `Fit`."""
 # All orders of the four colour changes; a random value of the stream `_SEQUENCE` selects one of them.
 _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
@@ -113,6 +115,9 @@ class Windows:
         regions: `float64[batch, 6]`, for images whose size only the thread that decodes them learns: left, top, right
             and bottom of the scaled part in pixels of another image of the same scene, and the width and height of
             that image. A row of NaN stands for an image with a window as above. None: all images have one.
+        sizes: `int32[batch, 2]`, height and width of the output of each image, at the top left of its frame; None:
+            all have the size of the loader.
+        frame: height and width of the batch, see `Fit`; None without `sizes`.
     """
 
     starts: npt.NDArray[np.int32]
@@ -120,11 +125,15 @@ class Windows:
     flips: npt.NDArray[np.int32]
     boxes: npt.NDArray[np.float64] | None = None
     regions: npt.NDArray[np.float64] | None = None
+    sizes: npt.NDArray[np.int32] | None = None
+    frame: tuple[int, int] | None = None
 
     def select(self, indices: Sequence[int] | Integers) -> Windows:
         """Return the windows of some images of the batch."""
-        boxes, regions = (None if part is None else part[indices] for part in (self.boxes, self.regions))
-        return Windows(self.starts[indices], self.shapes[indices], self.flips[indices], boxes, regions)
+        chosen: dict[str, Any] = {
+            name: part[indices] for name, part in vars(self).items() if isinstance(part, np.ndarray)
+        }
+        return replace(self, **chosen)
 
     @property
     def scaled(self) -> npt.NDArray[np.float64]:
@@ -148,7 +157,8 @@ class Windows:
         boxes = None if self.boxes is None else np.tile(self.boxes, (count, 1))
         regions = np.concatenate([own, *[region] * (count - 1)])
         starts, shapes = np.tile(self.starts, (count, 1)), np.tile(self.shapes, (count, 1))
-        return Windows(starts, shapes, np.tile(self.flips, count), boxes, regions)
+        sizes = None if self.sizes is None else np.tile(self.sizes, (count, 1))
+        return Windows(starts, shapes, np.tile(self.flips, count), boxes, regions, sizes, self.frame)
 
 
 @dataclass(frozen=True)
@@ -227,22 +237,31 @@ def plan_random_windows(
     return _make_windows(window, (drawn[_FLIP] < config.flip).astype(np.int32))
 
 
+def draw(stream: int, positions: Integers, *, seed: int, epoch: int) -> npt.NDArray[np.float64]:
+    """Return a random value of each sample, 0 to 1, for one purpose; see `plan_random_windows`."""
+    return uniform(derive_keys(seed, epoch, _AUGMENTATION, 1)[0], positions, stream)
+
+
+def draw_flips(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> npt.NDArray[np.int32]:
+    """Return the flip of each sample, as `plan_random_windows` draws it."""
+    return (draw(_FLIP, positions, seed=seed, epoch=epoch) < config.flip).astype(np.int32)
+
+
 def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:
     """Draw the colour factors of each sample; for the arguments see `plan_random_windows`.
 
     The ranges and the random order of the four changes are those of torchvision's `ColorJitter`.
     """
-    key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
 
     def factor(stream: int, spread: float) -> npt.NDArray[np.float64]:
-        return _between(uniform(key, positions, stream), max(0.0, 1 - spread), 1 + spread)
+        return _between(draw(stream, positions, seed=seed, epoch=epoch), max(0.0, 1 - spread), 1 + spread)
 
-    sequence_index = (uniform(key, positions, _SEQUENCE) * len(_SEQUENCES)).astype(np.int64)
+    sequence_index = (draw(_SEQUENCE, positions, seed=seed, epoch=epoch) * len(_SEQUENCES)).astype(np.int64)
     return ColourFactors(
         brightness=factor(_BRIGHTNESS, config.brightness),
         contrast=factor(_CONTRAST, config.contrast),
         saturation=factor(_SATURATION, config.saturation),
-        hue=_between(uniform(key, positions, _HUE), -config.hue, config.hue),
+        hue=_between(draw(_HUE, positions, seed=seed, epoch=epoch), -config.hue, config.hue),
         sequence=_SEQUENCES[sequence_index],
     )
 

@@ -83,21 +83,21 @@ class View:
         region: left, top, right and bottom in pixels of the image; see `Windows.scaled`.
         flip: whether the output is mirrored.
         width, height: size of the image in pixels.
-        size: side of the output in pixels.
+        shown: width and height of the output in pixels.
     """
 
     region: Floats
     flip: bool
     width: int
     height: int
-    size: int
+    shown: tuple[int, int]
 
     def map_points(self, points: Floats) -> Floats:
         """Return points of the image, `float64[..., 2]`, as points of the output; outside of the window too."""
         # Multiply before dividing: a window of the size of the output then maps whole pixels to themselves.
-        mapped = (points - self.region[:2]) * self.size / (self.region[2:] - self.region[:2])
+        mapped = (points - self.region[:2]) * self.shown / (self.region[2:] - self.region[:2])
         if self.flip:
-            mapped[..., 0] = self.size - mapped[..., 0]
+            mapped[..., 0] = self.shown[0] - mapped[..., 0]
         return np.asarray(mapped)
 
 
@@ -196,17 +196,21 @@ def draw_masks(stored: Any, view: View) -> tuple[npt.NDArray[np.bool_], npt.NDAr
     objects = stored if stored is not None else []
     has_polygons = np.array([bool(polygons) for polygons in objects], np.bool_)
     count = int(has_polygons.sum())
-    if count * view.size**2 > _MAX_MASK_BYTES:
-        raise BadSampleError(f"its {count} masks of {view.size} pixels would take more than {_MAX_MASK_BYTES} bytes")
-    masks = np.zeros((count, view.size, view.size), np.uint8)
+    width, height = view.shown
+    if count * width * height > _MAX_MASK_BYTES:
+        raise BadSampleError(
+            f"its {count} masks of {width}x{height} pixels would take more than {_MAX_MASK_BYTES} bytes"
+        )
+    masks = np.zeros((count, height, width), np.uint8)
     for mask, polygons in zip(masks, filter(None, objects), strict=True):
         draw_polygons(polygons, view, mask.view(np.bool_))
     return has_polygons, masks
 
 
 def draw_polygons(polygons: Sequence[Any], view: View, mask: npt.NDArray[np.bool_]) -> None:
-    """Set the pixels of an object, whose centres are inside of any of its polygons, in `mask`, `bool[size, size]`."""
-    centres = np.arange(view.size) + 0.5
+    """Set the pixels of `mask`, `bool[height, width]`, whose centres are inside of any of an object's polygons."""
+    width, height = view.shown
+    centres = np.arange(height) + 0.5
     for polygon in polygons:
         try:
             stored = np.asarray(polygon, np.float64).reshape(-1, 2)
@@ -220,8 +224,8 @@ def draw_polygons(polygons: Sequence[Any], view: View, mask: npt.NDArray[np.bool
         share = (centres[rows] - y[edges]) / (next_y - y)[edges]
         crossings = x[edges] + share * (next_x - x)[edges]
         # Each crossing turns inside into outside, and back, for the centres to its right.
-        first = np.clip(np.ceil(crossings - 0.5), 0, view.size).astype(np.int64)
-        turns = np.zeros((view.size, view.size + 1), np.bool_)
+        first = np.clip(np.ceil(crossings - 0.5), 0, width).astype(np.int64)
+        turns = np.zeros((height, width + 1), np.bool_)
         np.logical_xor.at(turns, (rows, first), True)
         mask |= np.logical_xor.accumulate(turns[:, :-1], axis=1)
 

@@ -103,6 +103,8 @@ class BackendConfig:
         is_pinned: whether batches are in page-locked host memory.
         has_boxes: whether windows come with boxes.
         servers: URLs of nodes that decode a part of the images, see `DecodeConfig`.
+        frame: of images that keep their own shape: height and width of the largest batch, see `Fit`; None: all images
+            have the sides `size`.
         decode_scale: see `DecodeConfig`; for decoders on the CPU.
     """
 
@@ -118,12 +120,13 @@ class BackendConfig:
     is_pinned: bool = False
     has_boxes: bool = False
     servers: tuple[str, ...] = ()
+    frame: tuple[int, int] | None = None
     decode_scale: DecodeScale = "full"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a full batch."""
-        return self.pixels.shape(self.batch_size, self.size)
+        """Shape of a full batch; of images that keep their own shape, of the largest one."""
+        return self.pixels.shape(self.batch_size, self.frame or self.size)
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,9 @@ class DecodedImages:
     """A decoded batch.
 
     Attributes:
-        images: images of shape `PixelFormat.shape(n, size)`: an array from the CPU, or a tensor on a GPU. An image
-            that cannot be decoded is all zeros. The memory is not reused while a reference to it exists.
+        images: images of shape `PixelFormat.shape(n, size)`, or of `Windows.frame` in place of `size`: an array from
+            the CPU, or a tensor on a GPU. An image that cannot be decoded is all zeros. The memory is not reused
+            while a reference to it exists.
         bad: index in the batch -> reason why that image could not be decoded.
     """
 

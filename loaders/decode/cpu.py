@@ -48,7 +48,7 @@ _BATCHES_OF_CALLER = 2
 class _DecodeJob:
     """A batch to decode, and its output memory `out`.
 
-    `starts`, `shapes`, `flips`, `boxes` and `regions` are those of the images' `Windows`; for the rest see
+    `starts`, `shapes`, `flips`, `boxes`, `regions` and `sizes` are those of the images' `Windows`; for the rest see
     `ImageBackend.feed`.
     """
 
@@ -58,6 +58,7 @@ class _DecodeJob:
     flips: list[bool]
     boxes: list[list[float]] | None
     regions: list[list[float] | None]
+    sizes: list[tuple[int, int]] | None
     edit: Edit | None
     read: Read | None
     out: npt.NDArray[Any]
@@ -162,7 +163,7 @@ class CpuBackend:
         `out`: memory for a full batch, which the caller does not use until `finish`; None: memory of the backend.
         """
         count = len(images)
-        memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
+        memory: npt.NDArray[Any] | torch.Tensor = self._take_memory(count, windows) if out is None else out
         array: npt.NDArray[Any] = memory if isinstance(memory, np.ndarray) else memory.numpy()
         job = _DecodeJob(
             images,
@@ -171,6 +172,7 @@ class CpuBackend:
             windows.flips.astype(bool).tolist(),
             None if windows.boxes is None else windows.boxes.tolist(),
             _regions(windows, count),
+            None if windows.sizes is None else [(height, width) for height, width in windows.sizes.tolist()],
             edit,
             read,
             array[:count],
@@ -223,10 +225,11 @@ class CpuBackend:
                     image,
                     job.starts[index],
                     job.shapes[index],
-                    job.out[index],
+                    job.out[index] if job.sizes is None else self._corner(job.out[index], job.sizes[index]),
                     flip=job.flips[index],
                     box=None if job.boxes is None else job.boxes[index],
                     region=job.regions[index],
+                    size=None if job.sizes is None else job.sizes[index],
                     edit=None if job.edit is None else partial(job.edit, index),
                 )
                 if reason is not None:
@@ -261,11 +264,21 @@ class CpuBackend:
         """Return whether some images of a batch fit one request to a decode server."""
         return sum(len(job.images[index]) for index in indices) <= _MAX_SENT_BYTES
 
-    def _take_memory(self) -> npt.NDArray[Any] | torch.Tensor:
-        """Return unused memory for a full batch."""
-        if not self._config.is_pinned:
-            return self._ring.take()
-        return empty_pinned(self._config.shape, self._config.pixels.dtype)
+    def _corner(self, out: npt.NDArray[Any], size: tuple[int, int]) -> npt.NDArray[Any]:
+        """Return the part of an image of the batch, in its frame, that a smaller image takes; the rest becomes 0."""
+        rows = out.transpose(1, 2, 0) if self._config.pixels.layout == "NCHW" else out
+        height, width = size
+        rows[height:], rows[:height, width:] = 0, 0
+        return out[:, :height, :width] if self._config.pixels.layout == "NCHW" else out[:height, :width]
+
+    def _take_memory(self, count: int, windows: Windows) -> npt.NDArray[Any] | torch.Tensor:
+        """Return unused memory for a full batch, or for `count` images in the frame of their windows."""
+        config = self._config
+        shape = config.shape if windows.frame is None else config.pixels.shape(count, windows.frame)
+        if config.is_pinned:
+            return empty_pinned(shape, config.pixels.dtype)
+        memory = self._ring.take()
+        return memory if windows.frame is None else memory.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     def _deliver(self, images: npt.NDArray[Any] | torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
         """Return the images as they are, or as a tensor if they are bfloat16, which NumPy does not have."""

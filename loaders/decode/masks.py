@@ -30,7 +30,7 @@ _MASKS_PER_TASK = 8
 
 @dataclass(frozen=True)
 class MaskRun:
-    """Masks in progress: their output `int32[n, size, size]`, and tasks whose results are index -> reason."""
+    """Masks in progress: their output `int32[n, height, width]`, and tasks whose results are index -> reason."""
 
     masks: npt.NDArray[np.int32]
     parts: list[Future[dict[int, str]]]
@@ -49,23 +49,24 @@ class MaskDecoder:
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-masks")
 
-    def start(self, blobs: Sequence[Bytes], views: Sequence[View], read: Read, size: int) -> MaskRun:
+    def start(self, blobs: Sequence[Bytes], views: Sequence[View], read: Read, frame: tuple[int, int]) -> MaskRun:
         """Start to decode masks.
 
         Args:
             blobs: encoded masks, which stay valid until the run is finished.
             views: view of the image of each mask.
             read: function that reads the bytes of a mask, see `ImageBackend.feed`.
-            size: side of the output in pixels.
+            frame: height and width of the output in pixels.
         """
-        masks = np.zeros((len(blobs), size, size), np.int32)
+        masks = np.zeros((len(blobs), *frame), np.int32)
 
         def decode(indices: range) -> dict[int, str]:
             bad = {}
             for index in indices:
-                blob = blobs[index]
+                blob, (width, height) = blobs[index], views[index].shown
                 try:
-                    decode_mask(read(index, np.empty(len(blob), np.uint8)), views[index], masks[index])
+                    content = read(index, np.empty(len(blob), np.uint8))
+                    decode_mask(content, views[index], masks[index, :height, :width])
                 except BadSampleError as error:
                     bad[index] = str(error)
             return bad
@@ -86,7 +87,7 @@ class MaskDecoder:
 
 
 def decode_mask(blob: Bytes, view: View, out: npt.NDArray[np.int32]) -> None:
-    """Decode a mask upright, and write the pixels nearest to those of the output to `out`, `int32[size, size]`.
+    """Decode a mask upright, and write the pixels nearest to those of the output to `out`, `int32[height, width]`.
 
     Raises:
         BadSampleError: the mask is no image, is a JPEG, has colours, or has another shape than its image. A mask of
@@ -104,10 +105,9 @@ def decode_mask(blob: Bytes, view: View, out: npt.NDArray[np.int32]) -> None:
                 f"is {width}x{height} pixels, which does not fit its image of {view.width}x{view.height}"
             )
         levels = _levels(turn_upright(image, orientation))
-    centres = np.arange(view.size) + 0.5
-    left, top, right, bottom = view.region
-    columns = _nearest((left + centres * (right - left) / view.size) * (width / view.width), width)
-    rows = _nearest((top + centres * (bottom - top) / view.size) * (height / view.height), height)
+    (left, top, right, bottom), (across, down) = view.region, view.shown
+    columns = _nearest((left + (np.arange(across) + 0.5) * (right - left) / across) * (width / view.width), width)
+    rows = _nearest((top + (np.arange(down) + 0.5) * (bottom - top) / down) * (height / view.height), height)
     out[...] = levels[rows[:, None], columns[::-1] if view.flip else columns]
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Output = Literal["uint8", "float32", "float16", "bfloat16"]
 Layout = Literal["NCHW", "NHWC"]
 Pixels = npt.NDArray[np.uint8]
+Size = int | tuple[int, int]
+"""Side of a square output in pixels, or its height and width."""
 
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
@@ -87,27 +89,36 @@ class PixelFormat:
         """Offset of each channel in the normalisation `level * scale + shift`, `float32[3]`."""
         return np.asarray(-np.array(self.mean) / np.array(self.std), np.float32)
 
-    def shape(self, count: int, size: int) -> tuple[int, ...]:
-        """Return the shape of `count` images whose side is `size` pixels."""
-        return (count, 3, size, size) if self.layout == "NCHW" else (count, size, size, 3)
+    def shape(self, count: int, size: Size) -> tuple[int, ...]:
+        """Return the shape of `count` images of a size."""
+        return (count, 3, *sides_of(size)) if self.layout == "NCHW" else (count, *sides_of(size), 3)
+
+
+def sides_of(size: Size) -> tuple[int, int]:
+    """Return height and width of an output."""
+    return (size, size) if isinstance(size, int) else size
 
 
 class PixelWriter:
     """Converts images to a format, one at a time. It reuses its buffers, so each thread needs its own writer."""
 
-    def __init__(self, pixels: PixelFormat, size: int) -> None:
+    def __init__(self, pixels: PixelFormat, size: Size) -> None:
+        height, width = sides_of(size)
         self._planar = pixels.layout == "NCHW"
         self._output = pixels.output
-        self._planes = np.empty((3, size, size), np.uint8)
-        self._mirrored = np.empty((size, size, 3), np.uint8)
-        self._halves = np.empty((3, size, size), pixels.dtype)
+        self._planes = np.empty((3, height, width), np.uint8)
+        self._mirrored = np.empty((height, width, 3), np.uint8)
+        self._halves = np.empty((3, height, width), pixels.dtype)
         self._scale, self._shift = pixels.scale, pixels.shift
         # For channels last: one value for each element of a row of pixels.
-        self._row_scale, self._row_shift = np.tile(self._scale, size), np.tile(self._shift, size)
+        self._row_scale, self._row_shift = np.tile(self._scale, width), np.tile(self._shift, width)
         self._tables = _level_tables(pixels)
 
     def write(self, image: Pixels, out: npt.NDArray[Any], *, flip: bool) -> None:
-        """Write an image, `uint8[size, size, 3]`, to `out` in the format, mirrored horizontally if `flip`."""
+        """Write an image, `uint8[height, width, 3]`, to `out` in the format, mirrored horizontally if `flip`.
+
+        `out` may be a part of a larger image, whose rows have further pixels.
+        """
         if self._output == "uint8":
             if self._planar:
                 np.copyto(out, _to_planes(image, flip))
@@ -130,7 +141,7 @@ class PixelWriter:
         if flip:
             copy_pixels(image, self._mirrored, flip=True)
             image = self._mirrored
-        rows = out.reshape(len(out), -1)
+        rows = out.reshape(len(out), -1)  # a view: the pixels of a row are adjacent
         np.multiply(image.reshape(rows.shape), self._row_scale, out=rows)
         np.add(rows, self._row_shift, out=rows)
 

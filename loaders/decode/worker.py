@@ -6,6 +6,7 @@ Each thread of `CpuBackend` has one worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 from datasvc.errors import BadSampleError
 from datasvc.loaders.augment.augment import place_region
 from datasvc.loaders.decode.backend import Backend, Framework
-from datasvc.loaders.decode.pixels import CropDecoder, PixelFormat, Pixels, PixelWriter, copy_pixels
+from datasvc.loaders.decode.pixels import CropDecoder, PixelFormat, Pixels, PixelWriter, Size, copy_pixels, sides_of
 from datasvc.loaders.decode.reduced import DecodeScale, decode_reduced, may_reduce
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
 from datasvc.shards.images.header import open_image, read_header, to_rgb
@@ -29,7 +30,7 @@ class ImageWorker:
 
     Args:
         pixels: format of the decoded images.
-        size: side of a decoded image in pixels.
+        size: side of a decoded image in pixels, unless `scale` gets another size.
         backend: "cpu": decode only the window with nvImageCodec, or with Pillow if that fails; "pillow": Pillow only.
         framework: selects the resizer, see `make_resizer`.
         decode_scale: "auto": decode large JPEGs at a reduced scale where that is faster, see `decode_reduced`.
@@ -47,10 +48,9 @@ class ImageWorker:
         self._size = size
         self._may_reduce = decode_scale == "auto"
         self._crops = CropDecoder() if backend == "cpu" else None
-        self._resize = make_resizer(framework, size)
-        self._writer = PixelWriter(pixels, size)
         self._encoded = np.empty(0, np.uint8)  # memory of `buffer`
-        self._window, self._edited = np.empty((2, size, size, 3), np.uint8)  # images of Pillow, and images to edit
+        self._make_output = partial(_Output, pixels, framework)
+        self._output = self._make_output(sides_of(size))
 
     def buffer(self, size: int) -> Bytes:
         """Return a buffer for an encoded image, `uint8[size]`, valid until the next call."""
@@ -68,6 +68,7 @@ class ImageWorker:
         flip: bool,
         box: Sequence[float] | None = None,
         region: Sequence[float] | None = None,
+        size: Size | None = None,
         edit: Callable[[Pixels], None] | None = None,
     ) -> str | None:
         """Decode an image: `scale` and `write`; for the arguments see there.
@@ -76,7 +77,7 @@ class ImageWorker:
             The reason why the image cannot be decoded; None after success. `out` is zeros then.
         """
         try:
-            image = self.scale(blob, start, shape, box=box, region=region)
+            image = self.scale(blob, start, shape, box=box, region=region, size=size)
         except BadSampleError as error:
             out[...] = 0
             return str(error)
@@ -91,8 +92,9 @@ class ImageWorker:
         *,
         box: Sequence[float] | None = None,
         region: Sequence[float] | None = None,
+        size: Size | None = None,
     ) -> Pixels:
-        """Decode the window of an image, and scale it to `uint8[size, size, 3]`, valid until the next call.
+        """Decode the window of an image, and scale it to `uint8[height, width, 3]`, valid until the next call.
 
         Args:
             blob: the encoded image.
@@ -100,25 +102,27 @@ class ImageWorker:
             shape: height and width of the window, pixels.
             box: part of the window to scale, see `Windows.boxes`; None: the whole window.
             region: replaces `start`, `shape` and `box`, see `Windows.regions`; with a box, the window has a margin.
+            size: size of the output; None: that of the worker.
 
         Raises:
             BadSampleError: the image cannot be decoded; the message has the reason.
         """
+        output = self._output_of(sides_of(self._size if size is None else size))
         if region is not None:
             header = read_header(blob.data)
             start, shape, box = place_region(
                 region, header.width, header.height, size=self._size, has_margin=box is not None
             )
-        if self._may_reduce and may_reduce(shape[1], shape[0], self._size):
+        if size is None and self._may_reduce and may_reduce(shape[1], shape[0], self._size):
             has_windows = self._crops is not None
             reduced = decode_reduced(blob, start, shape, self._size, box=box, decodes_windows=has_windows)
             if reduced is not None:
                 return reduced
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:
-            return self._resize(crop) if box is None else scale_box(Image.fromarray(crop), box, self._size)
+            return output.resize(crop) if box is None else scale_box(Image.fromarray(crop), box, output.size)
         # Pillow decodes some images that nvImageCodec cannot decode, and its error says why an image is bad.
-        return decode_window(blob, start, shape, self._size, box=box, out=self._window)
+        return decode_window(blob, start, shape, output.size, box=box, out=output.window)
 
     def write(
         self, image: Pixels, out: npt.NDArray[Any], *, flip: bool, edit: Callable[[Pixels], None] | None = None
@@ -126,17 +130,41 @@ class ImageWorker:
         """Write a scaled image to its slot in the batch.
 
         Args:
-            image: `uint8[size, size, 3]`.
+            image: `uint8[height, width, 3]`.
             out: slot of the image in the batch, in the pixel format.
             flip: whether to mirror the image horizontally.
-            edit: function that changes the image in place after mirroring, `uint8[size, size, 3]`.
+            edit: function that changes the image in place after mirroring, `uint8[height, width, 3]`.
         """
+        output = self._output_of(image.shape[:2])
         if edit is not None:
             # Flip before the edit, because an edit gets the image in its final orientation.
-            copy_pixels(image, self._edited, flip=flip)
-            edit(self._edited)
-            image, flip = self._edited, False
-        self._writer.write(image, out, flip=flip)
+            copy_pixels(image, output.edited, flip=flip)
+            edit(output.edited)
+            image, flip = output.edited, False
+        output.writer.write(image, out, flip=flip)
+
+    def _output_of(self, size: tuple[int, int]) -> _Output:
+        """Return what is needed for an output of a size, height and width. Only that of the last size is kept."""
+        if self._output.size != size:
+            self._output = self._make_output(size)
+        return self._output
+
+
+class _Output:
+    """The memory of images of one size, and their conversion.
+
+    Attributes:
+        size: height and width in pixels.
+        resize: see `make_resizer`.
+        window: memory for an image of Pillow, `uint8[height, width, 3]`.
+        edited: memory for an image to edit, of the same shape.
+    """
+
+    def __init__(self, pixels: PixelFormat, framework: Framework, size: tuple[int, int]) -> None:
+        self.size = size
+        self.resize = make_resizer(framework, size)
+        self.writer = PixelWriter(pixels, size)
+        self.window, self.edited = np.empty((2, *size, 3), np.uint8)
 
 
 # Windows and pixel conversions are those of the other decoders, so Pillow may replace any of them for single images.
@@ -146,7 +174,7 @@ def decode_window(
     blob: bytes | Bytes,
     start: Sequence[int] | npt.NDArray[np.int32],
     shape: Sequence[int] | npt.NDArray[np.int32],
-    size: int,
+    size: Size,
     *,
     box: Sequence[float] | None = None,
     out: Pixels | None = None,
@@ -162,12 +190,12 @@ def decode_window(
         blob: the complete encoded image.
         start: top and left of the window in the upright image, pixels.
         shape: height and width of the window, pixels.
-        size: side of the output in pixels.
+        size: size of the output.
         box: part of the window to scale, see `Windows.boxes`; None: the whole window.
-        out: output array, `uint8[size, size, 3]`; None: a new array.
+        out: output array, `uint8[height, width, 3]`; None: a new array.
 
     Returns:
-        `uint8[size, size, 3]`; `out` if it was given.
+        `uint8[height, width, 3]`; `out` if it was given.
 
     Raises:
         BadSampleError: the blob is not an image, is truncated or too large, has 32-bit pixels, or is too small for
@@ -183,21 +211,21 @@ def decode_window(
         window = (left, top, left + width, top + height)
         _check_window(upright_size, window)  # before the image is decoded
         scaled = scale_box(to_rgb(turn_upright(image, orientation).crop(window), kind), scaled_box, size)
-    out = np.empty((size, size, 3), np.uint8) if out is None else out
+    out = np.empty((*sides_of(size), 3), np.uint8) if out is None else out
     np.copyto(out, scaled)
     return out
 
 
-def scale_box(image: Image.Image, box: Sequence[float], size: int) -> Pixels:
-    """Scale a box of an image to `uint8[size, size, 3]` with Pillow's anti-aliased BILINEAR filter.
+def scale_box(image: Image.Image, box: Sequence[float], size: Size) -> Pixels:
+    """Scale a box of an image to `uint8[height, width, 3]` with Pillow's anti-aliased BILINEAR filter.
 
     Args:
         image: image in RGB.
         box: left, top, right and bottom in pixels, fractions allowed. The filter reads pixels around the box too.
-        size: side of the output in pixels.
+        size: size of the output.
     """
-    left, top, right, bottom = box
-    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
+    (left, top, right, bottom), (height, width) = box, sides_of(size)
+    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
 
 
 def _check_window(image_size: tuple[int, int], window: tuple[int, int, int, int]) -> None:
@@ -213,28 +241,29 @@ def _check_window(image_size: tuple[int, int], window: tuple[int, int, int, int]
 # Pillow is for callers without torch.
 
 
-def make_resizer(framework: Framework, size: int) -> Callable[[Pixels], Pixels]:
-    """Return a function, for use in one thread, that scales `uint8[height, width, 3]` to `uint8[size, size, 3]`.
+def make_resizer(framework: Framework, size: Size) -> Callable[[Pixels], Pixels]:
+    """Return a function, for use in one thread, that scales `uint8[height, width, 3]` to an output of a size.
 
     Each result is valid until the next call. "torch" selects torch's kernel, "numpy" Pillow's, without torch.
     """
+    height, width = sides_of(size)
     if framework == "torch":
-        return _make_torch_resizer(size)
-    return lambda window: np.asarray(Image.fromarray(window).resize((size, size), Image.Resampling.BILINEAR))
+        return _make_torch_resizer(height, width)
+    return lambda window: np.asarray(Image.fromarray(window).resize((width, height), Image.Resampling.BILINEAR))
 
 
-def _make_torch_resizer(size: int) -> Callable[[Pixels], Pixels]:
+def _make_torch_resizer(height: int, width: int) -> Callable[[Pixels], Pixels]:
     """Return a resizer with torch's kernel for bytes, which reads channels-last pixels and starts no threads."""
     import torch
 
     # The operator behind `interpolate(mode="bilinear", antialias=True)`; this variant writes to existing memory.
     scale = torch.ops.aten._upsample_bilinear2d_aa.out  # noqa: SLF001 - the operator's name
-    scaled = torch.empty(1, size, size, 3, dtype=torch.uint8, device="cpu")
+    scaled = torch.empty(1, height, width, 3, dtype=torch.uint8, device="cpu")
     out, pixels = scaled.permute(0, 3, 1, 2), scaled[0].numpy()
 
     def resize(window: Pixels) -> Pixels:
         source = torch.from_numpy(window).permute(2, 0, 1).unsqueeze(0)
-        scale(source, [size, size], False, None, None, out=out)  # no align_corners, no scale factors
+        scale(source, [height, width], False, None, None, out=out)  # no align_corners, no scale factors
         return pixels
 
     return resize

@@ -124,9 +124,13 @@ class AnnotationColumns:
         return self.images[0] == IMAGE
 
     def views(self, windows: Windows, widths: Integers, heights: Integers, size: int) -> list[View]:
-        """Return what the output shows of each first image."""
+        """Return what the output shows of each first image; `size`: its side, unless `windows` has sizes."""
         rows = zip(windows.scaled, windows.flips.tolist(), widths.tolist(), heights.tolist(), strict=True)
-        return [View(region, bool(flip), max(width, 1), max(height, 1), size) for region, flip, width, height in rows]
+        shown = [(size, size)] * len(widths) if windows.sizes is None else windows.sizes[:, ::-1].tolist()
+        return [
+            View(region, bool(flip), max(width, 1), max(height, 1), (across, down))
+            for (region, flip, width, height), (across, down) in zip(rows, shown, strict=True)
+        ]
 
 
 def _types(samples: Split | Mixture, name: str) -> list[pa.DataType]:
@@ -221,7 +225,7 @@ def collect_objects(
     lists: Mapping[str, Sequence[Any]],
     views: Mapping[int, View],
     drawn: Mapping[int, Drawn],
-    size: int,
+    frame: tuple[int, int],
 ) -> BatchObjects:
     """Return the objects of a batch as its output shows them.
 
@@ -230,7 +234,7 @@ def collect_objects(
         lists: values of `columns.lists` for each sample.
         views: views of the samples whose objects are wanted, by their index in the batch, ascending.
         drawn: masks of these samples, see `draw_masks`; empty without polygons.
-        size: side of the output in pixels.
+        frame: height and width of the output in pixels.
     """
     found, rows = BatchObjects(), []
     for index, view in views.items():
@@ -245,14 +249,22 @@ def collect_objects(
     joined = {name: [np.empty(0, dtype)] for name, dtype in empty.items()}
     joined |= {name: [np.empty(shape, np.float32)] for name, shape in shapes.items()}
     if columns.polygons:
-        joined["masks"] = [np.empty((0, size, size), np.uint8)]
+        joined["masks"] = [np.empty((0, *frame), np.uint8)]
     for index, objects in rows:
         if index not in found.bad:
             objects["samples"] = np.full(len(objects["numbers"]), index, np.int64)
+            if columns.polygons:
+                objects["masks"] = _pad(objects["masks"], frame)
             for name, values in objects.items():
                 joined[name].append(values)
     found.arrays = {name: np.concatenate(parts) for name, parts in joined.items()}
     return found
+
+
+def _pad(masks: npt.NDArray[Any], frame: tuple[int, int]) -> npt.NDArray[Any]:
+    """Return masks with zeros to their right and below them, up to the height and width of the output."""
+    (_, height, width), (whole_height, whole_width) = masks.shape, frame
+    return np.pad(masks, ((0, 0), (0, whole_height - height), (0, whole_width - width)))
 
 
 def _sample_objects(

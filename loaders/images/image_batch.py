@@ -42,7 +42,8 @@ class ImageBatch(Shown, Batch[A]):
 
     Attributes:
         images: `[n, 3, size, size]` or `[n, size, size, 3]`, of the loader's output type; zeros for samples that do
-            not decode and for masked ones. The loader does not reuse the memory while a reference to it exists.
+            not decode and for masked ones. The loader does not reuse the memory while a reference to it exists. With
+            `size=Fit(...)`, see `sizes`.
         labels: `int64[n]`; None if the data set has no labels.
         mask: `bool[n]`, False for padding of the last batch, for samples that do not decode, and for masked ones,
             see `Masked`.
@@ -67,6 +68,9 @@ class ImageBatch(Shown, Batch[A]):
             always a NumPy array, as `flips`; zeros for masked samples.
         flips: `bool[n]`, whether the output is mirrored.
         num_bad_boxes: boxes that were dropped because they lie outside of their image or have no area.
+        sizes: with `size=Fit(...)`, height and width of each image, `int32[n, 2]`, always a NumPy array. The image is
+            at the top left; the rest, up to height and width of `images` and `masks`, is zeros. None: all images
+            have the size of `images`.
     """
 
     images: A
@@ -85,6 +89,7 @@ class ImageBatch(Shown, Batch[A]):
     windows: npt.NDArray[np.float64] | None = None
     flips: npt.NDArray[np.bool_] | None = None
     num_bad_boxes: int = 0
+    sizes: npt.NDArray[np.int32] | None = None
 
     @property
     def _pair(self) -> tuple[A, A | None]:
@@ -95,15 +100,32 @@ class ImageBatch(Shown, Batch[A]):
         """The objects of each sample, in the form of torchvision's detection models: `boxes`, `labels` and so on.
 
         `labels` are those of `box_labels`; the other names are those of `objects`. Values are views of `objects`.
+        With `sizes`, masks have the size of their image, as those of `unpadded`.
         """
         samples = cast("Any", self.objects["samples"]).tolist() if self.objects else []
         counts = np.bincount(np.array(samples, np.int64), minlength=len(self.positions))
         stops = np.cumsum(counts).tolist()
-        return [
+        targets = [
             {
                 "labels" if name == BOX_LABELS else name: cast("Any", values)[stop - count : stop]
                 for name, values in self.objects.items()
                 if name != "samples"
             }
             for stop, count in zip(stops, counts.tolist(), strict=True)
+        ]
+        if self.sizes is not None and "masks" in self.objects:
+            for target, (height, width) in zip(targets, self.sizes.tolist(), strict=True):
+                target["masks"] = target["masks"][:, :height, :width]
+        return targets
+
+    @property
+    def unpadded(self) -> list[A]:
+        """The images one by one, without the padding of `Fit`; they are views of `images`."""
+        images = cast("Any", self.images)
+        if self.sizes is None:
+            return list(images)
+        is_planar = self.display is None or self.display.pixels.layout == "NCHW"
+        return [
+            image[:, :height, :width] if is_planar else image[:height, :width]
+            for image, (height, width) in zip(images, self.sizes.tolist(), strict=True)
         ]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,11 @@ from datasvc.loaders.augment.augment import (
     plan_whole_images,
 )
 from datasvc.loaders.augment.edits import Edit, plan_edit
+from datasvc.loaders.augment.fit import Fit
 from datasvc.loaders.augment.objects import View
 from datasvc.loaders.core.batch import register_tree
 from datasvc.loaders.core.batches import SampleBatch, read_lists
+from datasvc.loaders.core.state import changed_fields
 from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
 from datasvc.loaders.decode.gpu.device_stream import place
 from datasvc.loaders.decode.masks import MaskDecoder, MaskRun
@@ -48,6 +50,7 @@ from datasvc.shards import Shard
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.schema import HEIGHT, LABEL, WIDTH
 
+_SQUARE_SETTINGS: Final = {"scale", "ratio", "resize", "evaluation"}  # of `AugmentConfig`
 _RESIZE_RATIO = 256 / 224  # of the shorter side before the centre crop to the crop's side, as usual for ImageNet
 
 
@@ -115,11 +118,12 @@ class ImageDecoder:
         self._backend.feed(blobs, placed, edit, partial(_read, blobs, shards * (1 + len(others))))
         views, runs = [], []
         if self._columns.has_objects or self._masks is not None:
-            views = self._columns.views(windows, widths, heights, self._plan.size)
+            views = self._columns.views(windows, widths, heights, self._plan.side)
+        frame = self._plan.frame(windows)
         if self._masks is not None:
             for name in self._columns.masks:
                 masks = read_blobs(kept, name)
-                runs.append(self._masks.start(masks, views, partial(_read, masks, shards), self._plan.size))
+                runs.append(self._masks.start(masks, views, partial(_read, masks, shards), frame))
         drawn: list[Drawn] = []
         if self._masks is not None and self._columns.polygons is not None:
             drawn = self._masks.draw(read_lists(kept, [self._columns.polygons])[self._columns.polygons], views)
@@ -161,9 +165,8 @@ class ImageDecoder:
             views = {int(index): view for index, view in zip(kept, fed.views, strict=True)}
             views = {index: view for index, view in views.items() if index not in reasons}
             drawn = dict(zip(kept.tolist(), fed.drawn, strict=False))  # none without polygons
-            objects = collect_objects(
-                self._columns, read_lists(batch, self._columns.lists), views, drawn, self._plan.size
-            )
+            lists = read_lists(batch, self._columns.lists)
+            objects = collect_objects(self._columns, lists, views, drawn, self._plan.frame(fed.windows))
             self._check(batch, objects.raised, "objects=ObjectConfig(on_bad='drop') or 'mask'")
             reasons |= objects.bad
         bad = self._check(batch, reasons, "decode=DecodeConfig(on_bad='mask')", is_masked=self._on_bad == "mask")
@@ -199,6 +202,7 @@ class ImageDecoder:
             windows=_fill(fed.windows.scaled, kept, batch),
             flips=_fill(fed.windows.flips.astype(np.bool_), kept, batch),
             num_bad_boxes=objects.num_bad_boxes,
+            sizes=None if fed.windows.sizes is None else _fill(fed.windows.sizes, kept, batch),
         )
 
     def _check(
@@ -286,35 +290,50 @@ class ImagePlan:
 
     Attributes:
         training: True: random windows, flips and colours; False: centre crops.
-        size: side of the output in pixels.
+        size: side of the output in pixels, or how images keep their own shape.
         seed: seed of order and augmentation.
         augment: windows, colours and transform of the images.
 
     Raises:
-        ConfigError: `augment.resize` is smaller than `size`.
+        ConfigError: `augment.resize` is smaller than `size`, or a setting of windows is given with a `Fit`.
     """
 
     training: bool
-    size: int
+    size: int | Fit
     seed: int
     augment: AugmentConfig
 
     def __post_init__(self) -> None:
-        if self.shorter_side < self.size:
+        if isinstance(self.size, Fit):
+            if given := _SQUARE_SETTINGS & changed_fields(self.augment).keys():
+                raise ConfigError(
+                    f"AugmentConfig({', '.join(sorted(given))}) is given for images that keep their own shape, which "
+                    "are whole: leave it out, or give size in pixels"
+                )
+        elif self.shorter_side < self.side:
             raise ConfigError(
                 f"resize is {self.augment.resize}, below size {self.size}, so the crop does not fit; give a larger "
                 "resize in the AugmentConfig"
             )
 
     @property
+    def side(self) -> int:
+        """Side of the output in pixels; 1 with a `Fit`."""
+        return self.size if isinstance(self.size, int) else 1
+
+    def frame(self, windows: Windows) -> tuple[int, int]:
+        """Return height and width of the output of a batch with these windows."""
+        return windows.frame or (self.side, self.side)
+
+    @property
     def shorter_side(self) -> int:
         """Evaluation only: length of an image's shorter side before the centre crop, in pixels."""
-        return round(self.size * _RESIZE_RATIO) if self.augment.resize is None else self.augment.resize
+        return round(self.side * _RESIZE_RATIO) if self.augment.resize is None else self.augment.resize
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """How evaluation scales and crops; None in training."""
-        return None if self.training else self.augment.evaluation
+        """How evaluation scales and crops; None in training, and for images that keep their own shape."""
+        return None if self.training or isinstance(self.size, Fit) else self.augment.evaluation
 
     @property
     def has_boxes(self) -> bool:
@@ -328,14 +347,15 @@ class ImagePlan:
 
     def windows(self, batch: SampleBatch, widths: Integers, heights: Integers) -> Windows:
         """Return the window of each first image of a batch; `widths` and `heights` are their sizes, `int[n]`."""
+        drawn: dict[str, Any] = {"seed": self.seed, "epoch": batch.epoch, "config": self.augment}
+        if isinstance(self.size, Fit):
+            return self.size.plan(widths, heights, batch.positions, training=self.training, **drawn)
         if self.training:
-            return plan_random_windows(
-                widths, heights, batch.positions, seed=self.seed, epoch=batch.epoch, config=self.augment
-            )
+            return plan_random_windows(widths, heights, batch.positions, **drawn)
         if self.evaluation == "whole":
             return plan_whole_images(widths, heights)
         plan = plan_centre_boxes if self.has_boxes else plan_centre_windows
-        return plan(widths, heights, size=self.size, resize=self.shorter_side)
+        return plan(widths, heights, size=self.side, resize=self.shorter_side)
 
     def edit(self, batch: SampleBatch, num_images: int = 1) -> Edit | None:
         """Return the changes of a batch's images after crop and flip, equal for all images of a sample; or None."""

@@ -16,6 +16,7 @@ from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.errors import ConfigError
 from datasvc.ledger.masked import Masked
 from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
+from datasvc.loaders.augment.fit import Fit, parse_size
 from datasvc.loaders.augment.objects import ObjectConfig
 from datasvc.loaders.core.arguments import check_sizes
 from datasvc.loaders.core.batches import BatchDecoder, SampleBatches
@@ -63,7 +64,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         split: a split of a data-set version that has images, or a mixture of several splits.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, ledger, masked: see `Loader`. `training=True`
             also draws random windows (crops) and flips; False crops the centre, see `AugmentConfig.evaluation`.
-        size: side of the output in pixels.
+        size: side of the output in pixels; `Fit`: images keep their own shape, and a batch has that of its largest;
+            None: `Fit()`, so that images are not scaled either.
         pixels: format of the output, or its dtype alone, such as "uint8"; default: float32, normalised, NCHW.
         augment: windows, flips and colours of the images, and a transform of your own.
         images: columns of images, such as ("left", "right"). All images of a sample have the window and the flip of
@@ -104,7 +106,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         batch_size: int,
         training: bool,
         cache: Cache | str | Path | None = None,
-        size: int = 224,
+        size: int | Fit | None = 224,
         seed: int | None = None,
         shuffle: Shuffle | Literal["auto"] = "auto",
         order: OrderConfig | None = None,
@@ -126,7 +128,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         masked: Masked | None = None,
     ) -> None:
         check_samples(split)
-        check_sizes(size=size)
+        size = parse_size(size)
+        check_sizes(size=None if isinstance(size, Fit) else size)
         pixels = PixelFormat(pixels) if isinstance(pixels, str) else pixels
         decode = DecodeConfig(decode) if isinstance(decode, str) else decode
         group = DecodeGroup(decode_group) if isinstance(decode_group, str) else decode_group
@@ -175,11 +178,22 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _configure_backend(self, pixels: PixelFormat, decode: DecodeConfig, device_id: int | None) -> BackendConfig:
         width, height = largest(self.split, "max_width"), largest(self.split, "max_height")
         # The widths and heights of other columns than "image" are not known. Pixels of `has_boxes` are torchvision's.
-        is_large = self._annotations.images != (IMAGE,) or may_reduce(width, height, self._plan.size)
-        self._can_reduce = is_large and not self._plan.has_boxes
+        is_large = self._annotations.images != (IMAGE,) or may_reduce(width, height, self._plan.side)
+        fit, batch_size = self._plan.size, self.batch_size * len(self._annotations.images)
+        self._can_reduce = is_large and not self._plan.has_boxes and not isinstance(fit, Fit)
+        frame = None
+        if isinstance(fit, Fit):
+            if device_id is not None or decode.servers:
+                raise ConfigError(
+                    f"size is {fit}, whose images are decoded on this CPU: leave out decode servers, give "
+                    "device='cpu', and move the batches of pin() by to('cuda', non_blocking=True)"
+                )
+            known = (width, height) if self._annotations.has_stored_sizes else (0, 0)
+            frame = fit.largest_frame(*known, batch_size * 3 * pixels.dtype.itemsize)
         return BackendConfig(
-            batch_size=self.batch_size * len(self._annotations.images),
-            size=self._plan.size,
+            batch_size=batch_size,
+            size=self._plan.side,
+            frame=frame,
             pixels=pixels,
             num_threads=decode.num_threads or count_rank_processors(),
             prefetch=max(1, decode.prefetch),  # without prefetch, one batch is in progress during the call
@@ -214,7 +228,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         arguments = {
             "batch_size": self.batch_size,
             "training": self.training,
-            "size": self._config.size,
+            "size": self._plan.size,
             "ranks": self.ranks,
             "tail": self.tail,
             "pixels": self._config.pixels,
@@ -322,7 +336,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         augment = dataclasses.replace(self._plan.augment, transform=None)
         settings = {
             "kind": "images",
-            "size": self._plan.size,
+            "size": changed_fields(self._plan.size) if isinstance(self._plan.size, Fit) else self._plan.size,
             "pixels": changed_fields(self._config.pixels),
             "augment": changed_fields(augment),
             "columns": [*self._number_columns, *self._list_columns],

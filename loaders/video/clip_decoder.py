@@ -83,7 +83,7 @@ class ClipSettings:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the clips of a full batch."""
-        return (self.batch_size, *self.pixels.shape(self.clip.frames, self.plan.size))
+        return (self.batch_size, *self.pixels.shape(self.clip.frames, self.plan.side))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class ClipDecoder:
         """Return the writer of the calling thread; writers reuse their buffers, so threads cannot share one."""
         if not hasattr(self._thread_local, "writer"):
             settings = self._settings
-            self._thread_local.writer = _FrameWriter(settings.pixels, settings.plan.size, settings.resizer)
+            self._thread_local.writer = _FrameWriter(settings.pixels, settings.plan.side, settings.resizer)
         writer: _FrameWriter = self._thread_local.writer
         return writer
 

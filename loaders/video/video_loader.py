@@ -153,7 +153,7 @@ class VideoLoader(MediaLoader[VideoBatch[Any]]):
         return {
             "kind": "video",
             **dataclasses.asdict(decoding.clip),
-            "size": decoding.plan.size,
+            "size": decoding.plan.side,
             "pixels": changed_fields(decoding.pixels),
             "augment": changed_fields(decoding.plan.augment),
             "columns": [*decoding.numbers, *decoding.lists],

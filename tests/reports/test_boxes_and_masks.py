@@ -51,7 +51,7 @@ def test_a_share_of_the_visible_area_is_of_the_box_and_one_keeps_whole_boxes(rep
     batch = serve(repository, sample, boxes="boxes", objects=ObjectConfig(min_visible=1))
     # What lies outside of the image is not cut off by the window.
     assert batch.objects["box_labels"].tolist() == [0, 1]
-    view = View(np.array([20.0, 20.0, 500.0, 500.0]), flip=False, width=500, height=500, size=480)
+    view = View(np.array([20.0, 20.0, 500.0, 500.0]), flip=False, width=500, height=500, shown=(480, 480))
     for least, kept in ((0.9, []), (0.63, [[0, 0, 80, 80]])):
         shown, _ = map_boxes(np.array([[0.0, 0.0, 100.0, 100.0]]), view, ObjectConfig(min_visible=least))
         assert shown.tolist() == kept

@@ -304,14 +304,14 @@ def mask_of(polygons, view):
 
 
 def test_a_polygon_has_the_pixels_whose_centres_are_inside():
-    view = View(np.array([0.0, 0.0, 8.0, 8.0]), flip=False, width=8, height=8, size=8)
+    view = View(np.array([0.0, 0.0, 8.0, 8.0]), flip=False, width=8, height=8, shown=(8, 8))
     expected = np.zeros((8, 8), np.uint8)
     expected[2:5, 1:6] = 1
     assert (mask_of([[1.0, 2.0, 6.0, 2.0, 6.0, 5.0, 1.0, 5.0]], view) == expected).all()
     expected[3:7, 4:8] = 1  # another polygon, which leaves the picture, and overlaps the first
     polygons = [[1.4, 1.6, 6.4, 1.6, 6.4, 5.4, 1.4, 5.4], [4.0, 3.0, 90.0, 3.0, 90.0, 7.0, 4.0, 7.0]]
     assert (mask_of(polygons, view) == expected).all()
-    flipped = View(view.region, flip=True, width=8, height=8, size=8)
+    flipped = View(view.region, flip=True, width=8, height=8, shown=(8, 8))
     assert (mask_of(polygons, flipped)[:, ::-1] == mask_of(polygons, view)).all()
     assert not mask_of([[], [1.0, 1.0], [1.0, 1.0, 5.0, 5.0]], view).any()
     for polygon, reason in (
@@ -324,7 +324,7 @@ def test_a_polygon_has_the_pixels_whose_centres_are_inside():
         with pytest.raises(BadSampleError, match=reason):
             draw_masks([[polygon]], view)
     with pytest.raises(BadSampleError, match="would take more than"):
-        draw_masks([[[1.0, 2.0]]] * 200, View(view.region, flip=False, width=8, height=8, size=4096))
+        draw_masks([[[1.0, 2.0]]] * 200, View(view.region, flip=False, width=8, height=8, shown=(4096, 4096)))
 
 
 def test_objects_without_polygons_are_left_out_and_samples_without_their_list_are_bad(shared):

@@ -236,7 +236,7 @@ def test_polygons_are_stored_scaled_exported_and_drawn_as_pycocotools_draws_them
     export(repository, "boxes", str(tmp_path / "out"), "coco")
     read = coco.COCO(str(tmp_path / "out" / "annotations" / "instances_train.json"))
     found = read.loadAnns(read.getAnnIds(imgIds=[1]))
-    view = View(np.array([0.0, 0.0, WIDTH, WIDTH]), flip=False, width=WIDTH, height=HEIGHT, size=WIDTH)
+    view = View(np.array([0.0, 0.0, WIDTH, WIDTH]), flip=False, width=WIDTH, height=HEIGHT, shown=(WIDTH, WIDTH))
     for annotation, mask in zip(found[:2], draw_masks(polygons, view)[1], strict=True):
         assert (read.annToMask(annotation) != mask[:HEIGHT]).mean() < 0.02
     assert "segmentation" not in found[2]

@@ -215,6 +215,7 @@ WITHOUT_SETTINGS = {
     "VideoBatch": "what a loader serves",
     "VideoLoader": "the program has no task for videos",
     "ObjectConfig": "the program classifies images; examples/detection.py trains on boxes",
+    "Fit": "the program classifies images of one size; detection has images that keep their shape",
     "Batch": "what a loader serves",
     "ImageBatch": "what a loader serves",
     "TokenBatch": "what a loader serves",
