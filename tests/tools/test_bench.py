@@ -129,6 +129,11 @@ def test_negotiation_is_measured_and_its_bits_are_fewer_than_its_messages():
     assert ratio["median"] > 1
 
 
+@pytest.mark.long
+def test_the_start_of_programs_is_measured(tmp_path):
+    check(run_json("start", "--repeats", 1, "--images", 8, "--batch", 4, "--folder", tmp_path), repeats=1)
+
+
 def test_figures_are_shown_as_tables_too():
     shown = run("order", "--repeats", 1, "--samples", 2000, "--shards", 3)
     assert "positions/s" in shown

@@ -34,6 +34,7 @@ MODULES: Final = {
     "store_streams": "store_streams",
     "trainer": "trainer",
     "negotiation": "negotiation",
+    "start": "start",
     "buckets": "slow_link",
     "hierarchical": "slow_link",
     "averaging": "averaging",

@@ -23,7 +23,7 @@ from datasvc.trainer.engine.negotiation.requests import (
     encode_message,
 )
 from tools.bench.ranks import Step, say, time_block
-from tools.bench.runner import ROOT, Options, Report, bench, turns
+from tools.bench.runner import ROOT, Options, Report, bench, call_command, environment, turns
 
 # A network namespace, whose loopback is down at first.
 OWN_NETWORK = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -60,10 +60,9 @@ def negotiation(options: Options) -> list[Report]:
 
 def run_alone(num_ranks: int, repeats: int) -> list[dict[str, float]]:
     """Run the ranks, in a network namespace if this system gives one, and return what rank 0 measured."""
-    program = [sys.executable, "-m", "tools.bench.negotiation", str(num_ranks), str(repeats)]
-    prefix = OWN_NETWORK if has_own_network() else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*prefix, *program], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    command = [*(OWN_NETWORK if has_own_network() else []), *call_command(fork_ranks, num_ranks, repeats)]
+    variables = environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -75,9 +74,8 @@ def has_own_network() -> bool:
         return False
 
 
-def main() -> None:
-    """Fork the ranks, and be the last of them."""
-    num_ranks, repeats = map(int, sys.argv[1:])
+def fork_ranks(num_ranks: int, repeats: int) -> None:
+    """Fork the ranks, and wait for them."""
     with tempfile.TemporaryDirectory() as folder:
         pids = []
         for rank in range(num_ranks):
@@ -87,7 +85,8 @@ def main() -> None:
                 os._exit(0)
             pids.append(pid)
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    sys.exit(any(statuses))
+    if any(statuses):
+        sys.exit(1)
 
 
 def be_rank(rank: int, num_ranks: int, repeats: int, store: Path) -> None:
@@ -149,7 +148,3 @@ def loopback_bytes() -> int:
         if name.strip() == "lo":
             return int(numbers.split()[8])
     raise OSError("there is no loopback in /proc/net/dev")
-
-
-if __name__ == "__main__":
-    main()
