@@ -143,6 +143,10 @@ class AudioLoader(MediaLoader[AudioBatch[Any]]):
             "columns": [*self._number_columns, *self._list_columns],
         }
 
+    @property
+    def _batch_bytes(self) -> int:
+        return self.batch_size * self._form.channels * self._form.num_samples * 4  # waves; spectrograms take less
+
     def _make_decoder(self) -> BatchDecoder[AudioBatch[Any]]:
         return AudioDecoder(
             self._form,

@@ -33,6 +33,7 @@ from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.profiling.report import Report, make_report
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage, write_trace
+from datasvc.loaders.profiling.tunable import TunableLoader
 from datasvc.loaders.ranks.data_ranks import DataRanks, check_group, choose_data_ranks
 from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
 from datasvc.shards import Split
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 
 
-class Loader(PartReader[B], MisuseGuard):
+class Loader(PartReader[B], TunableLoader, MisuseGuard):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
     `ImageLoader`, `TokenLoader`, `AudioLoader` and `VideoLoader` derive from this class.
@@ -108,9 +109,7 @@ class Loader(PartReader[B], MisuseGuard):
             raise ConfigError(f"prefetch is {prefetch}; expected at least 0")
         if (blob or columns) and any(part.packs is not None for part in splits_of(split)):
             raise ConfigError(f"{split!r} is packed, which only a TokenLoader reads; give the split without packs")
-        self.split = split
-        self.batch_size = batch_size
-        self.training = training
+        self.split, self.batch_size, self.training = split, batch_size, training
         self.tail = parse_tail(tail or ("drop" if training else "pad"))
         self._ranks_are_found = ranks is None
         self.ranks = ranks = choose_data_ranks(ranks)

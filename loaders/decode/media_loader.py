@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from datasvc.loaders.core.array_loader import ArrayLoader
 from datasvc.loaders.core.batch import A, Batch
 from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
 from datasvc.loaders.profiling.bottleneck import Resources
+from datasvc.loaders.profiling.tuning import LoaderSetting
 from datasvc.shards import Split
 from datasvc.shards.format.schema import measured_among
 
@@ -46,10 +48,21 @@ class MediaLoader(ArrayLoader[B]):
     def _bad_samples(self, finished: B) -> Collection[int]:
         return finished.bad
 
+    @property
+    @abstractmethod
+    def _batch_bytes(self) -> int: ...
+
     def _resources(self) -> Resources:
         return dataclasses.replace(
-            super()._resources(), unit="clips", num_threads=self._num_threads, num_processors=self._num_processors
+            super()._resources(),
+            unit="clips",
+            num_threads=self._num_threads,
+            num_processors=self._num_processors,
+            batch_bytes=self._batch_bytes,
         )
+
+    def _configure(self, setting: LoaderSetting) -> None:
+        self._num_threads = setting.num_threads
 
 
 def check_media_column(samples: Split | Mixture, column: str, measured: str, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -37,6 +38,7 @@ from datasvc.loaders.images.annotations import AnnotationColumns
 from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
 from datasvc.loaders.images.image_decoder import ImageDecoder, ImagePlan, image_sizes
 from datasvc.loaders.profiling.bottleneck import Resources
+from datasvc.loaders.profiling.tuning import LoaderSetting
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
@@ -436,7 +438,13 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             num_threads=self._config.num_threads,
             num_processors=count_rank_processors(),
             is_shared=self.sharing is not None,
+            batch_bytes=math.prod(self._config.shape) * self._config.pixels.dtype.itemsize,
+            device_id=self._config.device_id,
         )
+
+    def _configure(self, setting: LoaderSetting) -> None:
+        threads, prefetch = setting.num_threads, max(1, setting.prefetch)
+        self._config = dataclasses.replace(self._config, num_threads=threads, prefetch=prefetch)
 
     def _draw_trial(self) -> list[TrialBatch]:
         """Return the next batches, with which the backends are measured. The run's cursor does not move."""

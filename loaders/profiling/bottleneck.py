@@ -36,6 +36,8 @@ class Resources:
         prefetch: number of batches in progress.
         has_cache: whether shards are read through a node's cache.
         is_shared: whether the loader is a member of a decode group.
+        batch_bytes: bytes of a decoded batch, about; 0: threads of the loader make no batches.
+        device_id: index of the GPU that has decoded batches; None: the CPU.
     """
 
     unit: str = "samples"
@@ -45,6 +47,8 @@ class Resources:
     prefetch: int = 2
     has_cache: bool = False
     is_shared: bool = False
+    batch_bytes: int = 0
+    device_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,11 @@ def diagnose(totals: Totals, resources: Resources) -> Bottleneck:
 def _find_stage(totals: Totals) -> Stage:
     """Return the stage that limits a starved run."""
     # Other threads work during the stages inside the call. These stages cost nothing if the other threads are slower.
-    times_s = totals.waiting_s if _is_thread_bound(totals) else totals.blocked_s
+    times_s = totals.waiting_s if is_thread_bound(totals) else totals.blocked_s
     return max((stage for stage in times_s if stage is not Stage.START), key=times_s.__getitem__)
 
 
-def _is_thread_bound(totals: Totals) -> bool:
+def is_thread_bound(totals: Totals) -> bool:
     """Return whether the calls of most steps waited for other threads."""
     return 2 * totals.num_bound_steps > totals.num_steps
 
@@ -137,7 +141,7 @@ def _decode_advice(totals: Totals, resources: Resources) -> str:
             "decode=DecodeConfig(num_threads=N)"
         )
     # Some calls waited for the decoding threads, but most did not: the threads are fast enough on average.
-    if not _is_thread_bound(totals) and totals.num_bound_steps:
+    if not is_thread_bound(totals) and totals.num_bound_steps:
         setting = f"prefetch={2 * resources.prefetch or 2}"
         if resources.decoder is not None:
             setting = f"decode=DecodeConfig({setting})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -22,6 +23,7 @@ from datasvc.loaders.decode.choice.choice import count_rank_processors
 from datasvc.loaders.decode.media_loader import MediaLoader, check_media_column
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.images.image_decoder import ImagePlan
+from datasvc.loaders.profiling.tuning import LoaderSetting
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.video.clip_decoder import ClipDecoder, ClipSettings, VideoBatch
 from datasvc.loaders.video.clips import ClipConfig, Short
@@ -158,6 +160,15 @@ class VideoLoader(MediaLoader[VideoBatch[Any]]):
             "augment": changed_fields(decoding.plan.augment),
             "columns": [*decoding.numbers, *decoding.lists],
         }
+
+    @property
+    def _batch_bytes(self) -> int:
+        return math.prod(self._decoding.shape) * self._decoding.pixels.dtype.itemsize
+
+    def _configure(self, setting: LoaderSetting) -> None:
+        super()._configure(setting)
+        threads, prefetch = setting.num_threads, max(1, setting.prefetch)
+        self._decoding = dataclasses.replace(self._decoding, num_threads=threads, prefetch=prefetch)
 
     def _make_decoder(self) -> BatchDecoder[VideoBatch[Any]]:
         return ClipDecoder(self._decoding, describe=self._batches.describe, profiler=self.profiler)

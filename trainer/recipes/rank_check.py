@@ -23,7 +23,7 @@ from datasvc.trainer.recipes.training_data import TrainingData
 # the same repository is checked by `CheckpointManager`, and that they read the same data by `check_data`.
 _OF_NODE: Final = frozenset(
     {"repo", "cache", "cache_budget", "tenant", "local_checkpoints", "ledger", "metrics_port", "profile", "peers"}
-    | {"prefetch", "decode_threads", "decode_lag", "decode_group", "decode_servers"}
+    | {"prefetch", "decode_threads", "decode_lag", "decode_group", "decode_servers", "tune_loader"}
 )
 _PACKAGES: Final = ("datasvc", "torch")
 _MAX_VALUES: Final = 3  # in a message

@@ -14,6 +14,7 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError, NotFiniteError
+from datasvc.loaders.profiling.report import Report
 from datasvc.loaders.profiling.step_times import trace_path
 from datasvc.models.provenance.forgetting import ForgetPlan
 from datasvc.models.saving.preemption import SIGNALS
@@ -55,8 +56,8 @@ def train(config: TrainConfig, forget: ForgetPlan | None = None) -> str:
     Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
     Rank 0 also reports `state_lost` if the ranks that had a part of a divided model are all lost, and the run
     continues a version. It reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed`
-    (for a checkpoint; the run continues), `tournament` (a round), `not_finite`, `profile`, and finally `end`, or
-    `stopped` if a signal ended the run.
+    (for a checkpoint; the run continues), `tournament` (a round), `loader` (what `tune_loader` has chosen, and why),
+    `not_finite`, `profile`, and finally `end`, or `stopped` if a signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
@@ -263,9 +264,12 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             timer.restart()
             if run.is_cut_short:
                 break
+        loading = run.loader.report()  # of this epoch: a profile restarts it
         if run.config.profile is not None:
             report_profile(run, run.config.profile, epoch)
         end_epoch(run)
+        if run.config.tune_loader and not run.is_over:
+            report_tuning(run, loading)
         if memory is not None:
             memory.commit_when_due(is_due=True, ends_epoch=True)
         timer.restart()
@@ -446,6 +450,13 @@ def report_step(run: Run, *, epoch: int, loss: float, rate: float, samples: floa
 def diagnose(run: Run) -> dict[str, Any]:
     """Return the report of the loader with the rates of all ranks, as the curves of the run have."""
     return run.loader.report().of_all_ranks(run.layout.num_data_ranks).to_dict()
+
+
+def report_tuning(run: Run, report: Report) -> None:
+    """Tune this rank's loader by its report on the last epoch, and report from rank 0 what it chose, and why."""
+    tuning = run.loader.tune(report)
+    if hvd.rank() == 0:
+        run.events.report("loader", step=run.step, **vars(tuning.setting), reason=tuning.reason)
 
 
 def report_profile(run: Run, path: str, epoch: int) -> None:

@@ -271,10 +271,11 @@ def test_every_setting_of_images_reaches_the_loader(repository, monkeypatch):
             "decode_scale": "full",
             "decode_group": "group",
             "decode_lag": 9,
+            "tune_loader": True,  # what the training loop reads; not in a decode group
             "ledger": "folder",
         },
     )
-    config = make_config(repository, **images, **decoding, **ORDER, channels_last=True)
+    config = make_config(repository, **images, **decoding | {"tune_loader": False}, **ORDER, channels_last=True)
     split = datasvc.open(repository.url).dataset("cats@1")["train"]
     task = Classification(config, split)
     for training in (True, False):
@@ -384,6 +385,7 @@ def test_images_that_do_not_decode_are_left_out_of_the_loss(repository):
         ({"tenant": "b"}, "tenant is a tenant of a node cache"),
         ({"sticky": True}, "sticky needs a windowed shuffle"),
         ({"decode_group": "g", "prefetch": 9}, "prefetch is 9, and decode_lag is 6"),
+        ({"decode_group": "g", "tune_loader": True}, "leave out --tune-loader or --decode-group"),
         ({"decode_group": ""}, "decode group is ''"),
         ({"decode": "fast"}, "decode is 'fast'; expected one of auto, cpu"),
     ],

@@ -114,6 +114,12 @@ EXCLUSIONS: Final = (
         "leave out one of both",
     ),
     Exclusion(
+        "--leases with --tune-loader",
+        lambda config: config.leases is not None and config.tune_loader,
+        "the share of a rank follows the speed of its rounds before, which a trial changes",
+        "leave out one of both",
+    ),
+    Exclusion(
         "--op adasum",
         lambda config: config.combines_steps,
         "it combines the steps of the ranks in every step",
@@ -222,6 +228,12 @@ SERVER_EXCLUSIONS: Final = (
         "--decode-group",
         lambda config: config.decode_group is not None,
         "workers read other samples in each run",
+        "leave it out",
+    ),
+    Exclusion(
+        "--tune-loader",
+        lambda config: config.tune_loader,
+        "a worker prefetches nothing, since the servers choose its next part",
         "leave it out",
     ),
     Exclusion(

@@ -13,6 +13,7 @@ LEASES = {
     "--leases with hierarchical, easgd, gossip, tournament, fragments, delay or alpha": (),
     "--leases with --skip": ("--skip", "3"),
     "--leases with --decode-group": ("--decode-group", "/dev/shm/group"),
+    "--leases with --tune-loader": ("--tune-loader",),
 }
 # By option of the table, the words that set it.
 EXCLUDED = {
@@ -54,6 +55,7 @@ EXCLUDED_BY_SERVERS = {
     "--signals": ("--signals", "loss"),
     "--profile": ("--profile", "trace.json"),
     "--decode-group": ("--decode-group", "shared"),
+    "--tune-loader": ("--tune-loader",),
     "--peers ranks": ("--cache", "c", "--peers", "ranks"),
     "--local-checkpoints": ("--local-checkpoints", "f", "--every-local", "2"),
 }

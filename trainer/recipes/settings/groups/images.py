@@ -109,6 +109,8 @@ class DecodeSettings(SettingGroup):
         decode_group: name of a group of jobs of this node that decode each training batch once for all of them; None:
             no group.
         decode_lag: batches that a job of the group may be behind another one and still get its batches.
+        tune_loader: whether each rank raises its `decode_threads` and `prefetch` at the ends of epochs while it waits
+            for decoding, see `Loader.tune`; batches stay the same.
         ledger: folder that records which samples each rank served, for `datasvc audit`; the same for all ranks and
             restarts. None: no record.
     """
@@ -124,14 +126,20 @@ class DecodeSettings(SettingGroup):
     decode_scale: Literal["auto", "full"] = "auto"
     decode_group: Annotated[str | None, Metavar("NAME")] = None
     decode_lag: Annotated[int, Metavar("BATCHES"), Range(1)] = 6
+    tune_loader: bool = False
     ledger: Annotated[str | None, Metavar("FOLDER")] = None
 
     def check(self) -> None:
-        """Check that the lag is that of a group, and that the group keeps the batches that its jobs prefetch."""
+        """Check that the settings of a group have one, and go together with it."""
         if self.decode_group is None and self.decode_lag != DecodeSettings.decode_lag:
             raise ConfigError(
                 f"decode_lag is {self.decode_lag}, and there is no decode group; give --decode-group, or leave it at "
                 f"{DecodeSettings.decode_lag}"
+            )
+        if self.decode_group is not None and self.tune_loader:
+            raise ConfigError(
+                "tune_loader raises threads and prefetch of one job, and the jobs of a decode group decode in turn; "
+                "leave out --tune-loader or --decode-group"
             )
         if self.decode_group is not None and self.prefetch > self.decode_lag:
             raise ConfigError(
