@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,7 +31,7 @@ class TunableLoader(ABC):
     order: OrderConfig
     _cached_stores: list[Any]
     _prefetch: int
-    _thread_guard: AbstractContextManager[Any]
+    _thread_guard: Any
     _tuning: LoaderTuning | None = None
 
     def tune(self, report: Report | None = None) -> LoaderTuning:

@@ -133,4 +133,5 @@ def test_prefetch_that_the_cache_or_the_memory_cannot_hold_is_not_used(digits, m
         assert chosen.setting.prefetch == 2
         assert "the cache cannot hold prefetch=4: the order of" in chosen.reason
         assert loader.tune(report(100, bound=0.2)).raised == "num_threads"
+        assert loader._resources().prefetch == 2
         assert sum(len(batch.positions) for batch in loader.numpy()) == 1408
