@@ -15,7 +15,8 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,7 @@ class Ledger:
         self._begin_cursor = (0, 0)  # epoch and position
         self._path: Path | None = None
         self._file: int | None = None
+        self._close_file: Callable[[], object]  # set with `_file`
         self._header_bytes = 0
         self._end = _FileEnd()
         # Step and first position of the last batch, and the end of the file before it.
@@ -189,12 +191,10 @@ class Ledger:
     def close(self) -> None:
         """Sync the file to disk and close it. A later batch opens the same file again."""
         if self._file is not None:
-            file, self._file = self._file, None
-            try:
-                with suppress(OSError):  # all records are written; without the sync only a power cut can lose them
-                    os.fsync(file)
-            finally:
-                os.close(file)
+            with suppress(OSError):  # all records are written; without the sync only a power cut can lose them
+                os.fsync(self._file)
+            self._file = None
+            self._close_file()
 
     def _grow(self, record: LedgerRecord) -> None:
         """Extend the last record of served samples if `record` continues its range; otherwise append `record`."""
@@ -233,6 +233,8 @@ class Ledger:
                 self._path, self._header_bytes = create_ledger_file(self.folder, self._header())
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+                # A job that drops many loaders without `close` would else run out of descriptors.
+                self._close_file = weakref.finalize(self, os.close, self._file)
         except OSError as error:
             raise self._write_error(error) from error
 

@@ -1,5 +1,6 @@
 """What loaders write down and what the audit makes of it, against a count of every batch."""
 
+import gc
 import subprocess
 import sys
 from collections import Counter
@@ -100,6 +101,14 @@ RUN = st.fixed_dictionaries(
 ORDERS = st.sampled_from(
     [OrderConfig(shuffle=None), OrderConfig(seed=3), OrderConfig(seed=3, shuffle="windowed", lanes=4, block=3)]
 )
+
+
+def test_a_loader_that_is_dropped_leaves_no_file_open(numbers, tmp_path):
+    next(iter(EchoLoader(numbers, batch_size=2, rank=0, world_size=1, ledger=tmp_path)))
+    gc.collect()
+    (file,) = tmp_path.iterdir()
+    opened = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+    assert file not in opened
 
 
 @examples(40)
