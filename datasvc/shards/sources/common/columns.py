@@ -1,12 +1,14 @@
 """Map the columns of a format to sample columns (names, types, images, keys), and build batches of samples.
 
 Raw columns are those that the reader of a format yields. In samples, blobs are `large_binary`. A blob column whose
-first value starts like an encoded image or sound is a column of these. Most columns keep their names, except:
+first value starts like an encoded image or sound is a column of these; videos are declared. Most columns keep their
+names, except:
 
-- A single image column becomes `image`, and a single column of sounds `audio`: the names that loaders read.
+- A single image column becomes `image`, and a single column of sounds or videos `audio` or `video`: the names that
+  loaders read.
 - The column of class indices becomes `label`.
 - `width` and `height` get the prefix `source_` if there is an `image`: the ingest adds columns of these names. So do
-  `rate`, `channels`, `frames` and `duration` if there is an `audio`.
+  `rate`, `channels`, `frames` and `duration` if there is an `audio`, and what is measured of a `video`.
 
 Sources make the map when they list, and convert batches with it when they read.
 """
@@ -29,13 +31,17 @@ from datasvc.shards.format.schema import (
     IMAGE,
     KEY,
     LABEL,
+    VIDEO,
+    VIDEO_FRAMES,
     added_columns,
     audio_field,
     image_field,
     is_audio,
     is_blob,
     is_image,
+    is_video,
     measured_columns,
+    video_field,
 )
 from datasvc.shards.sources.common.column_types import cast_column, check_unique, decode_column, is_text, sample_type
 from datasvc.shards.sources.common.python_values import MISFITS, check_nesting, infer_array, to_array
@@ -82,6 +88,7 @@ class ColumnMap:
         key: raw column that holds the keys; None: a column called `key`. Without one, the source makes the keys.
         images: raw columns that the format defines as encoded images.
         sounds: raw columns that the format defines as encoded sounds.
+        videos: raw columns that the format defines as encoded videos.
         label: raw column that the format defines as class index; None: the column `label`, or else an integer column
             called `cls`, `class` or `target`.
 
@@ -102,16 +109,18 @@ class ColumnMap:
         key: str | None = None,
         images: Collection[str] = (),
         sounds: Collection[str] = (),
+        videos: Collection[str] = (),
         label: str | None = None,
     ) -> None:
         check_names(raw.names)
         check_unique(raw.names, "the source")
         self.key = _choose_key(raw, key)
-        # Sizes in an exported version are left out, because the ingest measures images and sounds again.
+        # Sizes in an exported version are left out, because the ingest measures images, sounds and videos again.
         measured = measured_columns(raw)
+        videos = (*videos, VIDEO) if VIDEO_FRAMES in measured else videos
         value_names = [name for name in raw.names if name != self.key and name not in measured]
-        fields = {name: _sample_field(raw.field(name), first, images, sounds) for name in value_names}
-        for chosen, is_kind in ((IMAGE, is_image), (AUDIO, is_audio)):
+        fields = {name: _sample_field(raw.field(name), first, images, sounds, videos) for name in value_names}
+        for chosen, is_kind in ((IMAGE, is_image), (AUDIO, is_audio), (VIDEO, is_video)):
             found = [name for name, field in fields.items() if is_kind(field)]
             if len(found) == 1 and chosen not in fields:
                 fields[found[0]] = fields[found[0]].with_name(chosen)
@@ -375,21 +384,28 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
 
 
 def _sample_field(
-    raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images: Collection[str], sounds: Collection[str]
+    raw: pa.Field,
+    first: pa.Table | pa.RecordBatch | None,
+    images: Collection[str],
+    sounds: Collection[str],
+    videos: Collection[str],
 ) -> pa.Field:
-    """Return the sample field of a raw column. Images and sounds are required, unless a `first` sample has none."""
+    """Return the sample field of a raw column. Media are required, unless a `first` sample has none."""
     field_type = sample_type(raw.type)
     if is_blob(field_type):
         column = None if first is None else first.column(raw.name)
         nullable = raw.nullable and column is not None and column.null_count > 0
         # The first value is read only if the format defines nothing: it may be a sample that does not decode.
-        is_defined = raw.name in images or raw.name in sounds
+        is_defined = any(raw.name in defined for defined in (images, sounds, videos))
         head = None if is_defined or column is None else _first_bytes(column)
         if raw.name in images or looks_like_image(head):
             return image_field(raw.name, nullable=nullable)
         # An MP3 without a tag starts with 11 bits, which other blobs may start with too.
         if raw.name in sounds or (head and head[:1] != b"\xff" and looks_like_audio(head)):
             return audio_field(raw.name, nullable=nullable)
+        # Not by the first bytes: a data set whose videos were bytes before would refuse to be continued.
+        if raw.name in videos:
+            return video_field(raw.name, nullable=nullable)
     return pa.field(raw.name, field_type, nullable=raw.nullable)
 
 

@@ -45,7 +45,7 @@ from datasvc.shards.video.video_file import EXTENSIONS as VIDEO_EXTENSIONS
 
 _UNLISTED: Final = "not in the manifest"
 _MAX_SHOWN_FILES: Final = 10
-FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image", "audio", "audio_filepath")
+FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image", "audio", "audio_filepath", "video")
 LABEL_COLUMNS: Final = ("label", "class")
 SPLIT_COLUMN: Final = "split"
 _MAX_LABEL: Final = (1 << 31) - 1

@@ -35,7 +35,7 @@ from datasvc.shards.sources.common.tables import (
     row_keys,
     split_by_size,
 )
-from datasvc.shards.sources.tabular.features import columns_of_type, features_of_files, label_column
+from datasvc.shards.sources.tabular.features import columns_of_media, features_of_files, label_column
 from datasvc.sizes import format_size
 
 EXTENSIONS: Final = frozenset({".arrow", ".arrows", ".feather", ".ipc"})
@@ -92,8 +92,8 @@ class ArrowSource(TableSource):
         first_samples = _first_samples(reader, parts)
         if first_samples is None:
             raise no_samples_error(url, files)
-        images, sounds = columns_of_type("Image", features, raw), columns_of_type("Audio", features, raw)
-        columns = ColumnMap(raw, first_samples, key=options.key, images=images, sounds=sounds, label=label)
+        media = columns_of_media(features, raw)
+        columns = ColumnMap(raw, first_samples, key=options.key, **media, label=label)
         return cls(url=url, schema=columns.schema, classes=classes, parts=parts, columns=columns, ignored=ignored)
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:

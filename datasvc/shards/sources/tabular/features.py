@@ -1,8 +1,8 @@
 """Read Hugging Face features, for the Parquet, Arrow and Hugging Face sources.
 
-Features describe each column by a JSON object. Its `_type` marks columns of images (`Image`), sounds (`Audio`) and
-class indices (`ClassLabel`, with the class names). Features are in the metadata of a schema, or in
-`dataset_info.json`. They are optional, so features that do not parse are ignored.
+Features describe each column by a JSON object. Its `_type` marks columns of images (`Image`), sounds (`Audio`),
+videos (`Video`) and class indices (`ClassLabel`, with the class names). Features are in the metadata of a schema, or
+in `dataset_info.json`. They are optional, so features that do not parse are ignored.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def features_in(info: Any) -> Mapping[str, Any]:
     return features if isinstance(features, dict) else {}
 
 
-def columns_of_type(kind: str, features: Mapping[str, Any], schema: pa.Schema) -> list[str]:
-    """Return the columns of `schema` that are declared as "Image", or as "Audio"."""
-    return [name for name in schema.names if _kind(features.get(name)) == kind]
+def columns_of_media(features: Mapping[str, Any], schema: pa.Schema) -> dict[str, list[str]]:
+    """Return the columns of `schema` that are declared as images, sounds and videos, by argument of `ColumnMap`."""
+    kinds = {"images": "Image", "sounds": "Audio", "videos": "Video"}
+    declared = {name: _kind(features.get(name)) for name in schema.names}
+    return {media: [name for name in declared if declared[name] == kind] for media, kind in kinds.items()}
 
 
 def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | None, tuple[str, ...]]:

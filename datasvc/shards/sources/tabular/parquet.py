@@ -35,7 +35,7 @@ from datasvc.shards.sources.common.tables import (
     reason_of,
     row_keys,
 )
-from datasvc.shards.sources.tabular.features import columns_of_type, features_of_files, label_column
+from datasvc.shards.sources.tabular.features import columns_of_media, features_of_files, label_column
 from datasvc.shards.sources.tabular.parquet_footer import largest_cells
 from datasvc.sizes import format_size
 
@@ -110,8 +110,8 @@ class ParquetSource(TableSource):
         first = next(read_parquet(reader, parts[0]))
         # If the first samples cannot be read, the listing does not fail: the ingest reports the reason.
         first_samples = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None
-        images, sounds = columns_of_type("Image", features, raw), columns_of_type("Audio", features, raw)
-        columns = ColumnMap(raw, first_samples, key=options.key, images=images, sounds=sounds, label=label)
+        media = columns_of_media(features, raw)
+        columns = ColumnMap(raw, first_samples, key=options.key, **media, label=label)
         return cls(
             url=url,
             schema=columns.schema,

@@ -1,11 +1,14 @@
 """Folders, manifests and tars of videos become a column of files, with an index of their frames."""
 
 import io
+import json
 import tarfile
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from datasvc.errors import ConfigError
 from datasvc.loaders import VideoLoader
@@ -109,11 +112,31 @@ def test_an_exported_tar_is_ingested_again(repository, folder, tmp_path):
 
 
 def test_a_manifest_lists_videos(repository, folder, tmp_path):
-    (tmp_path / "list.csv").write_text("file,label,video_fps\ncats/a.mp4,3,x\ndogs/c.webm,5,y\n")
+    (tmp_path / "list.csv").write_text("video,label,video_fps\ncats/a.mp4,3,x\ndogs/c.webm,5,y\n")
     ingest(repository, str(folder), "clips", source_options=SourceOptions(manifest=str(tmp_path / "list.csv")))
     _, samples = samples_of(repository)
     assert {sample["label"] for sample in samples.values()} == {3, 5}
     assert samples["cats/a.mp4"]["source_video_fps"] == "x"
+
+
+def test_an_exported_table_of_videos_is_measured_again(repository, folder, tmp_path):
+    ingest(repository, str(folder), "clips")
+    export(repository, "clips@1", str(tmp_path / "tables"), "parquet")
+    ingest(repository, str(tmp_path / "tables"), "again")
+    assert samples_of(repository, "again")[1] == samples_of(repository)[1]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_of_hugging_face_that_is_declared_as_videos_is_measured(repository, tmp_path, suffix):
+    features = {"info": {"features": {"clip": {"_type": "Video"}}}}
+    table = pa.table({"clip": [{"bytes": video("vp9"), "path": "c.webm"}], "video_fps": [5.0]})
+    table = table.replace_schema_metadata({"huggingface": json.dumps(features)})
+    path = str(tmp_path / f"clips.{suffix}")
+    pq.write_table(table, path) if suffix == "parquet" else feather.write_feather(table, path)
+    ingest(repository, path, "clips")
+    (sample,) = samples_of(repository)[1].values()
+    assert sample["video"] == video("vp9")
+    assert (sample["video_codec"], sample["video_frames"], sample["source_video_fps"]) == ("vp9", 60, 5.0)
 
 
 def test_bytes_that_no_ingest_has_checked_are_refused(repository):
