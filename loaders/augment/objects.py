@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.shards.images.run_lengths import decode_runs
 
 Floats = npt.NDArray[np.float64]
 OnBadBox = Literal["drop", "mask", "raise"]
@@ -100,6 +102,18 @@ class View:
             mapped[..., 0] = self.shown[0] - mapped[..., 0]
         return np.asarray(mapped)
 
+    def nearest(self, width: int, height: int) -> tuple[Integers, Integers]:
+        """Return rows and columns of the pixels of a mask that are nearest to those of the output.
+
+        The mask, `width` x `height`, shows the whole image. Rows are `int64[shown[1], 1]`, columns `int64[shown[0]]`.
+        """
+        (left, top, right, bottom), (across, down) = self.region, self.shown
+        x = (left + (np.arange(across) + 0.5) * (right - left) / across) * (width / self.width)
+        y = (top + (np.arange(down) + 0.5) * (bottom - top) / down) * (height / self.height)
+        columns = np.clip(np.floor(x), 0, width - 1).astype(np.int64)
+        rows = np.clip(np.floor(y), 0, height - 1).astype(np.int64)
+        return rows[:, None], columns[::-1] if self.flip else columns
+
 
 def read_boxes(value: Any) -> Floats:
     """Return a stored list of boxes as `float64[n, 4]`; [] for None. Raises BadSampleError: it is no such list."""
@@ -180,31 +194,43 @@ def map_keypoints(keypoints: Floats, view: View, flip_pairs: tuple[tuple[int, in
     return mapped.astype(np.float32)
 
 
-def draw_masks(stored: Any, view: View) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]:
-    """Draw the objects of a sample that have polygons.
+def draw_masks(
+    stored: Any, view: View, stored_runs: Any = None
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]:
+    """Draw the objects of a sample that have polygons or run lengths.
 
     Args:
         stored: the list of polygons of each object, or None; of a polygon, x and y in turn, in pixels of the image.
         view: window and flip of the image.
+        stored_runs: the list of run lengths of each object, or None; for objects without polygons.
 
     Returns:
-        `bool[n]`, whether an object has polygons; and the masks of those that have some, see `draw_polygons`.
+        `bool[n]`, whether an object has a mask; and these masks: of polygons, see `draw_polygons`; of run lengths,
+        the nearest pixels.
 
     Raises:
-        BadSampleError: a polygon is no such list, or the masks would take more than a GiB.
+        BadSampleError: a polygon is no such list, run lengths are not those of the image, or the masks would take
+            more than a GiB.
     """
-    objects = stored if stored is not None else []
-    has_polygons = np.array([bool(polygons) for polygons in objects], np.bool_)
-    count = int(has_polygons.sum())
+    objects = list(zip_longest(stored or [], stored_runs or []))
+    has_mask = np.array([bool(polygons or runs) for polygons, runs in objects], np.bool_)
+    count = int(has_mask.sum())
     width, height = view.shown
     if count * width * height > _MAX_MASK_BYTES:
         raise BadSampleError(
             f"its {count} masks of {width}x{height} pixels would take more than {_MAX_MASK_BYTES} bytes"
         )
     masks = np.zeros((count, height, width), np.uint8)
-    for mask, polygons in zip(masks, filter(None, objects), strict=True):
-        draw_polygons(polygons, view, mask.view(np.bool_))
-    return has_polygons, masks
+    for mask, (polygons, runs) in zip(masks, filter(any, objects), strict=True):
+        if polygons:
+            draw_polygons(polygons, view, mask.view(np.bool_))
+            continue
+        try:
+            whole = decode_runs(runs, view.width, view.height)
+        except (TypeError, ValueError) as error:
+            raise BadSampleError(f"the run lengths of an object are not valid: {error}") from error
+        mask[...] = whole[view.nearest(view.width, view.height)]
+    return has_mask, masks
 
 
 def draw_polygons(polygons: Sequence[Any], view: View, mask: npt.NDArray[np.bool_]) -> None:

@@ -1,4 +1,4 @@
-"""Decodes segmentation masks to the window of their image, by the nearest pixel, and draws those of polygons.
+"""Decodes segmentation masks to the window of their image, by the nearest pixel, and draws those of objects.
 
 A mask holds class numbers, which no filter may mix: the indices of a palette, or the levels of one channel of 8 or 16
 bits.
@@ -76,10 +76,11 @@ class MaskDecoder:
         return MaskRun(masks, [self._pool.submit(decode, task) for task in tasks])
 
     def draw(
-        self, stored: Sequence[Any], views: Sequence[View]
+        self, stored: Sequence[Any], runs: Sequence[Any], views: Sequence[View]
     ) -> list[Future[tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]]]:
-        """Start to draw the polygons of samples, see `draw_masks`; their views are those of their images."""
-        return [self._pool.submit(draw_masks, each, view) for each, view in zip(stored, views, strict=True)]
+        """Start to draw the objects of samples, see `draw_masks`; their views are those of their images."""
+        samples = zip(stored, views, runs, strict=True)
+        return [self._pool.submit(draw_masks, polygons, view, each) for polygons, view, each in samples]
 
     def close(self) -> None:
         """Drop the masks that are not begun, and wait for the threads."""
@@ -105,10 +106,7 @@ def decode_mask(blob: Bytes, view: View, out: npt.NDArray[np.int32]) -> None:
                 f"is {width}x{height} pixels, which does not fit its image of {view.width}x{view.height}"
             )
         levels = _levels(turn_upright(image, orientation))
-    (left, top, right, bottom), (across, down) = view.region, view.shown
-    columns = _nearest((left + (np.arange(across) + 0.5) * (right - left) / across) * (width / view.width), width)
-    rows = _nearest((top + (np.arange(down) + 0.5) * (bottom - top) / down) * (height / view.height), height)
-    out[...] = levels[rows[:, None], columns[::-1] if view.flip else columns]
+    out[...] = levels[view.nearest(width, height)]
 
 
 def _levels(image: Image.Image) -> npt.NDArray[Any]:
@@ -119,8 +117,3 @@ def _levels(image: Image.Image) -> npt.NDArray[Any]:
     raise BadSampleError(
         f"has pixels of the mode {image.mode}; expected class numbers: a palette, or one channel of 8 or 16 bits"
     )
-
-
-def _nearest(places: npt.NDArray[np.float64], side: int) -> npt.NDArray[np.int64]:
-    """Return the pixels in which the points lie, at least 0 and below `side`."""
-    return np.clip(np.floor(places), 0, side - 1).astype(np.int64)

@@ -30,7 +30,15 @@ from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
 from datasvc.shards import Split
 from datasvc.shards.format.mapped_file import Bytes
-from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, IMAGE, is_blob, is_list, parse_box_classes
+from datasvc.shards.format.schema import (
+    BOX_CLASSES,
+    BOX_LABELS,
+    IMAGE,
+    MASK_RUNS,
+    is_blob,
+    is_list,
+    parse_box_classes,
+)
 from datasvc.shards.images.header import read_header
 
 Drawn = Future[tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint8]]]
@@ -44,6 +52,8 @@ class AnnotationColumns:
 
     Attributes:
         values: the columns with a number per object: name -> its dtype.
+        runs: the column of run lengths, for objects without polygons; None if the data set has none, or without
+            `polygons`.
         classes: names of the classes of `box_labels`, by label; () if the data set has none.
     """
 
@@ -54,6 +64,7 @@ class AnnotationColumns:
     polygons: str | None = None
     objects: ObjectConfig = field(default_factory=ObjectConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
+    runs: str | None = None
     num_keypoints: int = 0
     classes: tuple[str, ...] = ()
 
@@ -100,8 +111,10 @@ class AnnotationColumns:
         num_keypoints = 0 if keypoints is None else _count_keypoints(samples, keypoints, config, may_flip=may_flip)
         values = {name: _value_dtype(samples, name) for name in _value_columns(samples, config)}
         classes = _classes(samples) if BOX_LABELS in values else ()
-        columns = (boxes, keypoints, polygons)
-        return cls(given["images"], given["masks"], *columns, config, values, num_keypoints, classes)
+        schemas = [split.table.sample_schema for split in weighted_splits(samples)]
+        has_runs = polygons is not None and any(MASK_RUNS in schema.names for schema in schemas)
+        columns = (boxes, keypoints, polygons, config, values, MASK_RUNS if has_runs else None)
+        return cls(given["images"], given["masks"], *columns, num_keypoints, classes)
 
     @property
     def has_objects(self) -> bool:
@@ -278,9 +291,9 @@ def _sample_objects(
     """Return the objects of a sample by column. Raises BadSampleError: its lists differ in length or form."""
     config = columns.objects
     given = {name: len(value) for name, value in stored.items() if value is not None}
-    has_polygons, masks = (None, None) if drawn is None else drawn.result()
-    if has_polygons is not None and len(has_polygons):
-        given["polygons"] = len(has_polygons)
+    has_mask, masks = (None, None) if drawn is None else drawn.result()
+    if has_mask is not None and len(has_mask):
+        given["polygons"] = len(has_mask)
     if len(set(given.values())) > 1:
         raise BadSampleError(f"its lists differ in length: {given}")
     objects: dict[str, npt.NDArray[Any]] = {}
@@ -292,14 +305,14 @@ def _sample_objects(
             (found.bad if config.on_bad == "mask" else found.raised)[index] = "; ".join(bad.values())
         found.num_bad_boxes += len(bad) if config.on_bad == "drop" else 0
         objects["boxes"], numbers = map_boxes(boxes, view, config)
-    if has_polygons is not None and masks is not None:
-        if len(has_polygons) < len(numbers):
+    if has_mask is not None and masks is not None:
+        if len(has_mask) < len(numbers):
             raise BadSampleError("has objects, and its list of polygons is null: it was ingested without polygons")
-        # A model would learn from an object without polygons that it has no pixel.
-        is_kept = has_polygons[numbers]
+        # A model would learn from an object without a mask that it has no pixel.
+        is_kept = has_mask[numbers]
         numbers = numbers[is_kept]
         objects = {name: values[is_kept] for name, values in objects.items()}
-        objects["masks"] = masks[(np.cumsum(has_polygons) - 1)[numbers]]
+        objects["masks"] = masks[(np.cumsum(has_mask) - 1)[numbers]]
     if columns.keypoints is not None:
         keypoints = read_keypoints(stored[columns.keypoints], columns.num_keypoints)
         if len(keypoints) < len(numbers):

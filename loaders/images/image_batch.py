@@ -63,7 +63,7 @@ class ImageBatch(Shown, Batch[A]):
             index of the sample in the batch; `numbers`, `int64[m]`, number of the object in the stored lists; and, as
             the loader's arguments request, `boxes`, `float32[m, 4]`, left, top, right and bottom in pixels of the
             output; `keypoints`, `float32[m, k, 3]`; `masks`, `uint8[m, size, size]`, 1 inside of the object's
-            polygons; and the columns of `ObjectConfig.columns`, such as `box_labels`.
+            polygons or run lengths; and the columns of `ObjectConfig.columns`, such as `box_labels`.
         windows: `float64[n, 4]`, left, top, right and bottom of what the output shows, in pixels of the first image;
             always a NumPy array, as `flips`; zeros for masked samples.
         flips: `bool[n]`, whether the output is mirrored.

@@ -126,7 +126,10 @@ class ImageDecoder:
                 runs.append(self._masks.start(masks, views, partial(_read, masks, shards), frame))
         drawn: list[Drawn] = []
         if self._masks is not None and self._columns.polygons is not None:
-            drawn = self._masks.draw(read_lists(kept, [self._columns.polygons])[self._columns.polygons], views)
+            names = [self._columns.polygons, self._columns.runs]
+            stored = read_lists(kept, [name for name in names if name is not None])
+            polygons, lengths = (stored.get(name or "", [None] * len(views)) for name in names)
+            drawn = self._masks.draw(polygons, lengths, views)
         self._in_progress.append(FedBatch(batch, windows, views, runs, drawn))
 
     def take(self) -> ImageBatch[Any]:

@@ -79,7 +79,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             first image, upright.
         keypoints: column of keypoints, for `batch.objects`: per object a list of x, y and visibility, flat or nested.
         polygons: column of polygons, for the masks of `batch.objects`: per object a list of lists of x and y in turn.
-            Objects without polygons are left out.
+            Objects without polygons have the mask of the data set's `mask_runs`, the run lengths of COCO; without
+            these too, they are left out.
         objects: which boxes are kept, what else objects have, and how keypoints flip.
         columns: further columns for `batch.columns`. Numbers and booleans become tensors; null is an error there.
             Everything else becomes lists of Python values, with None for null.

@@ -33,6 +33,7 @@ from datasvc.shards.format.schema import (
     IMAGE,
     KEY,
     KEYPOINTS,
+    MASK_RUNS,
     POLYGONS,
     WIDTH,
     is_list,
@@ -41,7 +42,8 @@ from datasvc.shards.format.schema import (
 from datasvc.shards.versions.dataset import Split
 
 _CROWD, _AREA = "box_crowd", "box_area"
-_COLUMNS: Final = frozenset({KEY, IMAGE, WIDTH, HEIGHT, BOXES, BOX_LABELS, _CROWD, _AREA, KEYPOINTS, POLYGONS})
+_LISTS: Final = (BOXES, BOX_LABELS, _CROWD, _AREA, KEYPOINTS, POLYGONS, MASK_RUNS)
+_COLUMNS: Final = frozenset({KEY, IMAGE, WIDTH, HEIGHT, *_LISTS})
 _SUPPORTED_BY: Final = "parquet, webdataset"
 _WRITING_THREADS: Final = 16
 _DIGITS: Final = 6  # of widths, which are differences of stored numbers
@@ -127,8 +129,8 @@ def _file_name(sample: Mapping[str, Any]) -> str:
 def _objects(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the annotations of a sample without ids. Raise ConfigError: its lists have different lengths."""
     found = []
-    columns = [sample.get(name) or [] for name in (BOXES, BOX_LABELS, _CROWD, _AREA, KEYPOINTS, POLYGONS)]
-    boxes, labels, crowds, areas, keypoints, polygons = columns
+    columns = [sample.get(name) or [] for name in _LISTS]
+    boxes, labels, crowds, areas, keypoints, polygons, runs = columns
     if any(len(column) != len(boxes) for column in columns[1:] if column) or len(labels) != len(boxes):
         raise ConfigError(f"coco cannot hold sample {sample[KEY]!r}: its lists of boxes and values differ in length")
     for number, ((left, top, right, bottom), label) in enumerate(zip(boxes, labels, strict=True)):
@@ -138,6 +140,8 @@ def _objects(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         entry["iscrowd"] = int(crowds[number]) if crowds else 0
         if polygons and polygons[number]:  # readers cannot draw an object without
             entry["segmentation"] = polygons[number]
+        elif runs and runs[number]:
+            entry["segmentation"] = {"size": [sample[HEIGHT], sample[WIDTH]], "counts": runs[number]}
         if keypoints:
             points = keypoints[number]
             flat = (

@@ -20,6 +20,8 @@ _COMPRESSED: Final = b"2"  # of a shard with compressed columns, which earlier r
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 # Objects in images, a list per sample: boxes are left, top, right and bottom in pixels of the upright image.
 BOXES, BOX_LABELS, KEYPOINTS, POLYGONS = "boxes", "box_labels", "keypoints", "polygons"
+MASK_RUNS: Final = "mask_runs"
+"""Column of the run lengths of objects without polygons, see `run_lengths`; [] for the others."""
 BOX_CLASSES: Final = b"datasvc.box_classes"
 """Metadata of a source or a shard with `box_labels`: the names of the classes by label, as a JSON list."""
 AUDIO, RATE, CHANNELS, FRAMES, DURATION = "audio", "rate", "channels", "frames", "duration"

@@ -23,8 +23,19 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import BOX_CLASSES, BOX_LABELS, BOXES, IMAGE, KEY, KEYPOINTS, POLYGONS, image_field
+from datasvc.shards.format.schema import (
+    BOX_CLASSES,
+    BOX_LABELS,
+    BOXES,
+    IMAGE,
+    KEY,
+    KEYPOINTS,
+    MASK_RUNS,
+    POLYGONS,
+    image_field,
+)
 from datasvc.shards.images.header import EXTENSIONS, ImageHeader
+from datasvc.shards.images.run_lengths import scale_runs
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile, extension_of, find_below
 from datasvc.shards.sources.common.source import ListedFile, ListedSource
@@ -93,6 +104,9 @@ class AnnotatedSource(ListedSource):
             columns[KEYPOINTS] = _scale(columns[KEYPOINTS], across, down, 1)
         if POLYGONS in columns:
             columns[POLYGONS] = [_scale(polygons, across, down) for polygons in columns[POLYGONS]]
+        if MASK_RUNS in columns:
+            sizes = (width, height, header.width, header.height)
+            columns[MASK_RUNS] = [runs and scale_runs(runs, *sizes) for runs in columns[MASK_RUNS]]
         if BOX_AREA in columns:
             columns[BOX_AREA] = [area * across * down for area in columns[BOX_AREA]]
         return file._replace(values=(_scale(annotation.boxes, across, down), *columns.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.format.schema import KEYPOINTS, POLYGONS
+from datasvc.shards.format.schema import KEYPOINTS, MASK_RUNS, POLYGONS
+from datasvc.shards.images.run_lengths import parse_runs
 from datasvc.shards.sources.common.options import SPLIT_NAMES, SourceOptions, split_of
 from datasvc.shards.sources.common.source import ListedFile
 from datasvc.shards.sources.images.annotated import (
@@ -39,7 +40,7 @@ _HEAD_BYTES: Final = 1 << 20  # a smaller file without these words is no COCO fi
 
 @dataclass(frozen=True)
 class CocoSource(AnnotatedSource):
-    """Images with boxes, with polygons if there are some, and with keypoints if all categories have equally many."""
+    """Images with boxes; polygons and run lengths, if there are some; keypoints, if categories have equally many."""
 
     kind: ClassVar[str] = "coco"
 
@@ -69,9 +70,11 @@ class CocoSource(AnnotatedSource):
         columns = {**BOX_COLUMNS, BOX_CROWD: pa.bool_(), BOX_AREA: pa.float64()}
         if num_keypoints:
             columns[KEYPOINTS] = pa.list_(pa.float64(), 3 * num_keypoints)
-        rows = (row for document in documents.values() for row in document["annotations"])
-        if any(isinstance(row.get("segmentation"), list) and row["segmentation"] for row in rows):
+        rows = [row.get("segmentation") for document in documents.values() for row in document["annotations"]]
+        if any(rows):
             columns[POLYGONS] = pa.list_(pa.list_(pa.float64()))
+        if any(isinstance(row, dict) for row in rows):
+            columns[MASK_RUNS] = pa.list_(pa.int32())
         splits: defaultdict[str, list[ListedFile]] = defaultdict(list)
         listed: dict[tuple[str, str], str] = {}
         for name, document in documents.items():
@@ -83,7 +86,7 @@ class CocoSource(AnnotatedSource):
                         "entry, or move one of these files out of the source"
                     )
                 listed[split, found] = name
-                annotation = _annotate(image, objects, labels, num_keypoints, has_polygons=POLYGONS in columns)
+                annotation = _annotate(image, objects, labels, num_keypoints, columns)
                 splits[split].append(folder.image(found, key, annotation))
         return cls.of(url, [category["name"] for category in categories], columns, splits, folder.ignored())
 
@@ -165,12 +168,11 @@ def _annotate(
     objects: Sequence[Mapping[str, Any]],
     labels: Mapping[Any, int],
     num_keypoints: int,
-    *,
-    has_polygons: bool,
+    names: Collection[str],
 ) -> Annotation:
-    """Return the objects of an image. What cannot be read makes the image a bad sample."""
+    """Return the objects of an image: `names` are its columns. What cannot be read makes the image a bad sample."""
     boxes: list[list[float]] = []
-    columns: tuple[list[Any], ...] = ([], [], [], *([[]] if num_keypoints else []), *([[]] if has_polygons else []))
+    columns: tuple[list[Any], ...] = tuple([] for _ in names)
     size = (image.get("width"), image.get("height"))
     if not all(isinstance(side, int) and side > 0 for side in size):
         return Annotation([], columns, None, f"its entry has the width and height {size}; expected pixels")
@@ -180,9 +182,11 @@ def _annotate(
             left, top, width, height = map(float, annotation["bbox"])
             label = labels[annotation["category_id"]]
             points = [float(value) for value in annotation.get("keypoints") or [0.0] * 3 * num_keypoints]
-            polygons = _polygons(annotation.get("segmentation"))
+            segmentation = annotation.get("segmentation")
+            polygons = _polygons(segmentation)
+            runs = _runs(segmentation, *size) if isinstance(segmentation, dict) else []
         except (KeyError, TypeError, ValueError, OverflowError):
-            reason = f"its annotation {number} has no valid bbox, category, keypoints or polygons"
+            reason = f"its annotation {number} has no valid bbox, category, keypoints, polygons or run lengths"
             return Annotation([], columns, None, reason)
         if num_keypoints and len(points) != 3 * num_keypoints:
             return Annotation([], columns, None, f"its annotation {number} has {len(points)} numbers of keypoints")
@@ -190,14 +194,22 @@ def _annotate(
         area = annotation.get("area")
         area = float(area) if isinstance(area, int | float) else width * height
         further = [points] if num_keypoints else []
-        values = (label, bool(annotation.get("iscrowd")), area, *further, polygons)
-        for column, value in zip(columns, values, strict=False):  # without polygons, there is no column for them
+        values = (label, bool(annotation.get("iscrowd")), area, *further, polygons, runs)
+        for column, value in zip(columns, values, strict=False):  # without polygons, there are no columns for them
             column.append(value)
     return Annotation(boxes, columns, (int(size[0] or 1), int(size[1] or 1)))
 
 
+def _runs(segmentation: Mapping[str, Any], width: Any, height: Any) -> list[int]:
+    """Return the run lengths of an object. Raises ValueError: they are not those of its image."""
+    runs, *size = parse_runs(segmentation)
+    if size != [width, height]:
+        raise ValueError(f"run lengths are of {size}, and the image has {width}x{height} pixels")
+    return runs
+
+
 def _polygons(segmentation: Any) -> list[list[float]]:
-    """Return the polygons of an object that have an area; [] if it has run lengths, as a crowd. Raises ValueError.
+    """Return the polygons of an object that have an area; [] if it has run lengths, see `_runs`. Raises ValueError.
 
     A list of numbers is one polygon.
     """

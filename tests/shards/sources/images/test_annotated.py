@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import BadSampleError, ConfigError, NotFoundError
+from datasvc.loaders import DataRanks, ImageLoader, ObjectConfig
 from datasvc.loaders.augment.objects import View, draw_masks
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export.exporter import export
 from datasvc.shards.format.schema import BOX_CLASSES
+from datasvc.shards.images.run_lengths import decode_runs, encode_runs
 from datasvc.shards.sources.choose import choose_format, open_source
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.images.coco import CocoSource
@@ -216,7 +218,7 @@ def test_polygons_are_stored_scaled_exported_and_drawn_as_pycocotools_draws_them
         [[6.0, 4.0, 30.0, 4.0, 24.0, 20.0]],
         [[33.0, 10.0, 60.0, 12.0, 40.0, 40.0], [1.0, 30.0, 9.0, 30.0, 9.0, 38.0]],
     ]
-    run_lengths = {"counts": [0, 9], "size": [HEIGHT, WIDTH]}
+    run_lengths = {"counts": [41, 9, WIDTH * HEIGHT - 50], "size": [HEIGHT, WIDTH]}
     written = [
         [*polygons[0], [1.0, 1.0, 5.0, 5.0]],
         polygons[1],
@@ -239,7 +241,67 @@ def test_polygons_are_stored_scaled_exported_and_drawn_as_pycocotools_draws_them
     view = View(np.array([0.0, 0.0, WIDTH, WIDTH]), flip=False, width=WIDTH, height=HEIGHT, shown=(WIDTH, WIDTH))
     for annotation, mask in zip(found[:2], draw_masks(polygons, view)[1], strict=True):
         assert (read.annToMask(annotation) != mask[:HEIGHT]).mean() < 0.02
-    assert "segmentation" not in found[2]
+    assert found[2]["segmentation"] == run_lengths
+
+
+def blobs(seed):
+    """Return a mask of some ellipses, `bool[HEIGHT, WIDTH]`."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    found = np.zeros((HEIGHT, WIDTH), np.bool_)
+    for left, top, radius in random.uniform([0, 0, 2], [WIDTH, HEIGHT, 20], (5, 3)):
+        found ^= (x - left) ** 2 + (y - top) ** 2 < radius**2
+    return found
+
+
+def test_run_lengths_of_both_forms_are_those_of_pycocotools(repository, tmp_path):
+    coco, mask = pytest.importorskip("pycocotools.coco"), pytest.importorskip("pycocotools.mask")
+    expected, annotations = [], []
+    for number in range(12):
+        expected.append([np.ones((HEIGHT, WIDTH), np.bool_) if number == 0 else blobs(number), blobs(100 + number)])
+        compressed = mask.encode(np.asfortranarray(expected[-1][0].astype(np.uint8)))
+        texts = {"size": [HEIGHT, WIDTH], "counts": compressed["counts"].decode()}
+        written = [texts, {"size": [HEIGHT, WIDTH], "counts": encode_runs(expected[-1][1])}]
+        ids = {"image_id": number, "category_id": 7, "bbox": [0, 0, WIDTH, HEIGHT], "iscrowd": 1}
+        annotations += [{"id": 2 * number + k, "segmentation": each, **ids} for k, each in enumerate(written)]
+    write_coco(tmp_path / "source", "train", range(12), annotations=annotations)
+    split = ingested(repository, tmp_path / "source", "coco")["train"]
+    stored = {sample["key"]: (sample["polygons"], sample["mask_runs"][0]) for sample in split}
+    assert stored["000.jpg"] == ([[], []], [0, WIDTH * HEIGHT])
+    layers = {"boxes": "boxes", "polygons": "polygons", "objects": ObjectConfig(columns=("box_crowd",))}
+    options = {"batch_size": 4, "ranks": DataRanks(), "size": None, "training": True, **layers}
+    with ImageLoader(split, **options) as loader:
+        for batch in loader:
+            for index, target in enumerate(batch.targets):
+                stored = np.stack(expected[int(batch.keys[index][:3])])
+                shown = stored[:, :, ::-1] if batch.flips[index] else stored
+                assert np.array_equal(target["masks"].numpy(), shown)
+                assert target["box_crowd"].tolist() == [True, True]
+    export(repository, "boxes", str(tmp_path / "out"), "coco")
+    read = coco.COCO(str(tmp_path / "out" / "annotations" / "instances_train.json"))
+    for image in read.loadImgs(read.getImgIds()):
+        found = [read.annToMask(each) for each in read.loadAnns(read.getAnnIds(imgIds=[image["id"]]))]
+        assert np.array_equal(found, expected[int(image["file_name"][-7:-4])])
+
+
+def test_run_lengths_follow_a_smaller_image(repository, tmp_path):
+    runs = {"size": [HEIGHT, WIDTH], "counts": encode_runs(blobs(0))}
+    annotations = [{"id": 1, "image_id": 0, "category_id": 7, "bbox": [0, 0, 9, 9], "segmentation": runs}]
+    write_coco(tmp_path / "source", "train", range(1), annotations=annotations)
+    (sample,) = ingested(repository, tmp_path / "source", "coco", max_side=WIDTH // 2)["train"]
+    found = decode_runs(sample["mask_runs"][0], WIDTH // 2, HEIGHT // 2)
+    assert np.array_equal(found, blobs(0)[1::2, 1::2])
+
+
+def test_run_lengths_that_are_not_those_of_the_image_are_bad_samples_in_the_loader(repository):
+    sample = {"key": "a", "image": photo(), "boxes": BOXES, "polygons": [[[1.0, 1.0, 9.0, 1.0, 9.0, 9.0]], []]}
+    ingest(repository, [{**sample, "mask_runs": [[], [10, 20]]}], "runs")
+    split, layers = open_dataset(repository, "runs")["train"], {"boxes": "boxes", "polygons": "polygons"}
+    with (
+        ImageLoader(split, batch_size=1, training=False, ranks=DataRanks(), **layers) as loader,
+        pytest.raises(BadSampleError, match="run lengths have 30 pixels, and its image 60x40"),
+    ):
+        next(iter(loader))
 
 
 def test_polygons_of_yolo_are_stored_with_their_boxes(repository, tmp_path):
@@ -284,6 +346,7 @@ def reasons(repository, root, kind):
 
 BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;">]>'
 COCO_IMAGE = {"id": 0, "file_name": "000.jpg", "width": WIDTH, "height": HEIGHT}
+HUGE_IMAGE = {**COCO_IMAGE, "width": WIDTH * 10**9, "height": HEIGHT * 10**9}
 GOOD_IMAGE = {**COCO_IMAGE, "id": 1, "file_name": "001.jpg"}
 ONE = {"id": 1, "image_id": 0, "category_id": 7}
 
@@ -309,12 +372,27 @@ def test_bad_annotations_make_bad_samples(repository, tmp_path, kind, path, cont
     assert reason in found
 
 
+def bad_runs(size, counts):
+    return {"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": {"size": size, "counts": counts}}]}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"annotations": [{**ONE, "bbox": [1, 2, 3]}]}, "no valid bbox"),
         ({"annotations": [{**ONE, "bbox": [1, 2, 1e999, 3]}]}, "not finite"),
-        ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 2, 3]]}]}, "or polygons"),
+        ({"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 2, 3]]}]}, "polygons or run lengths"),
+        (bad_runs([HEIGHT, WIDTH], [5, 5]), "run lengths"),
+        (bad_runs([HEIGHT, WIDTH], [-5, WIDTH * HEIGHT + 5]), "run lengths"),
+        (bad_runs([WIDTH, HEIGHT], [WIDTH * HEIGHT]), "run lengths"),
+        (
+            {"images": [HUGE_IMAGE, GOOD_IMAGE], **bad_runs([HEIGHT * 10**9, WIDTH * 10**9], [24 * 10**20])},
+            "run lengths",
+        ),
+        (bad_runs([HEIGHT, WIDTH], "P"), "run lengths"),
+        (bad_runs([HEIGHT, WIDTH], "o" * 30 + "0"), "run lengths"),
+        (bad_runs([HEIGHT, WIDTH], "é"), "run lengths"),
+        (bad_runs(None, []), "run lengths"),
         (
             {"annotations": [{**ONE, "bbox": [1, 2, 3, 4], "segmentation": [[1, 1e999] * 3]}]},
             "polygon of its annotation",
