@@ -26,6 +26,7 @@ MODULES: Final = {
     "large_photos": "large_photos",
     "small_images": "small_images",
     "tokens": "tokens",
+    "attention": "tokens",
     "audio": "audio",
     "video": "video",
     "shared": "shared",

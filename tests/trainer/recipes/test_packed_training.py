@@ -1,17 +1,14 @@
 """A model that is trained on packs learns what it learns from the same documents, each in a block of its own."""
 
-import itertools
 import json
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 import datasvc
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.models import gpt
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
 
@@ -73,23 +70,3 @@ def test_packs_need_the_size_of_a_block():
         TrainConfig(repo="r", name="m", data="d", pack="best-fit")
     with pytest.raises(ConfigError, match="too_long is 'refuse', and there are no packs"):
         TrainConfig(repo="r", name="m", data="d", too_long="refuse")
-
-
-def test_attention_inside_each_document_is_that_of_a_mask(monkeypatch):
-    torch.manual_seed(0)
-    model = gpt.GPT(VOCABULARY, context=96, layers=2, heads=2, width=16, dropout=0.0).double()
-    sizes = [(40, 1, 30, 25), (96,), (60, 36)]
-    ids = torch.tensor([[number for number, size in enumerate(each) for _ in range(size)] for each in sizes])
-    ids[2, 60:] = -1  # padding
-    tokens = torch.randint(VOCABULARY, ids.shape)
-    assert gpt.find_document_sizes(ids) == [*itertools.chain(*sizes)]
-    assert gpt.find_document_sizes(torch.tensor([[0, 1, 0]])) is None
-    found = []
-    for limit in (1, 1000):
-        monkeypatch.setattr(gpt, "_MIN_DOCUMENT_TOKENS", limit)
-        model.zero_grad()
-        logits = model(tokens, document_ids=ids)
-        logits.square().sum().backward()
-        found.append([logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-    assert isinstance(gpt.make_mask(ids, 96, None, ids.device), torch.Tensor)
-    assert all(torch.allclose(first, second, rtol=1e-9, atol=1e-12) for first, second in zip(*found, strict=True))

@@ -18,20 +18,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.models.document_attention import (
+    DocumentPlan,
+    attend_documents,
+    mask_documents,
+    plan_documents,
+)
 
 _DEVIATION = 0.02  # standard deviation of the initial weights
 _POSITION_DEVIATION = 0.01  # of the position embedding; from the published code of GPT-2
 
-
-# With shorter documents, one product with a mask takes less time than one call for each document.
-_MIN_DOCUMENT_TOKENS = 16
-
-
-class DocumentSizes(list[int]):
-    """Number of tokens of each document of a batch of blocks, block after block; the sum is that of all tokens."""
-
-
-AttentionMask = torch.Tensor | DocumentSizes | None
+AttentionMask = torch.Tensor | DocumentPlan | None
 
 
 class TokenSplit(Protocol):
@@ -291,102 +288,41 @@ class Attention(nn.Module):
 
         Args:
             x: normalised residual stream, `[batch, block, width]`.
-            mask: `bool[batch, 1, query, key]`, True where the query attends to the key; the documents, each with
-                causal attention to itself; None for causal attention.
+            mask: the documents, each with causal attention to itself; None: each block is a document. For a part of
+                the tokens, `bool[batch or 1, 1, query, key]`: True where the query attends to the key.
         """
         batch, block, _ = x.shape
         # The number of heads follows from the projection, because a rank may compute only some of them.
         heads = self.project(x).view(batch, block, 3, -1, self.head_width)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        if self.token_split is not None:
-            key, value = self.token_split.gather(key, 2), self.token_split.gather(value, 2)
         dropout = self.dropout if self.training else 0.0
-        if isinstance(mask, DocumentSizes):
-            attended = _attend_documents(query, key, value, mask, dropout)
+        if isinstance(mask, DocumentPlan):
+            attended = attend_documents(heads, mask, dropout)
         else:
+            query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+            if self.token_split is not None:
+                key, value = self.token_split.gather(key, 2), self.token_split.gather(value, 2)
             attended = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
-            )
-        return self.out_dropout(self.out(attended.transpose(1, 2).reshape(batch, block, -1)))  # type: ignore[no-any-return]
-
-
-def _attend_documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentSizes, dropout: float
-) -> torch.Tensor:
-    """Return the causal attention inside each document, `[batch, heads, block, head_width]`, as of the arguments."""
-    batch, heads, block, _ = query.shape
-
-    def split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        flat = tensor.transpose(0, 1).reshape(1, heads, batch * block, -1)
-        return torch.split(flat, documents, 2)
-
-    attended = [
-        F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        for query, key, value in zip(split(query), split(key), split(value), strict=True)
-    ]
-    return torch.cat(attended, 2).view(heads, batch, block, -1).transpose(0, 1)
+            ).transpose(1, 2)
+        return self.out_dropout(self.out(attended.flatten(2)))  # type: ignore[no-any-return]
 
 
 def make_mask(
     document_ids: torch.Tensor | None, num_tokens: int, split: TokenSplit | None, device: torch.device
 ) -> AttentionMask:
-    """Return the attention mask of the tokens of this rank, `bool[batch or 1, 1, num_tokens, block]`.
+    """Return what the tokens of this rank attend to; see `Attention.forward`.
 
     Args:
         document_ids: documents of whole blocks, `int[batch, block]`; None: each block is one document.
         num_tokens: tokens of a block on this rank.
         split: which tokens these are; None: all.
         device: device of the mask.
-
-    Returns:
-        The mask; None if all tokens are here and each block is one document: causal attention. On a CPU the sizes
-        of the documents, if all tokens are here and the documents are long enough.
     """
-    if document_ids is None and split is None:
-        return None
-    # A compiled graph cannot depend on the values of `document_ids`.
-    if split is None and device.type == "cpu" and not torch.compiler.is_compiling():
-        assert document_ids is not None
-        sizes = find_document_sizes(document_ids)
-        if sizes is not None and len(sizes) * _MIN_DOCUMENT_TOKENS <= document_ids.numel():
-            return sizes
+    if split is None:
+        return None if document_ids is None else plan_documents(document_ids)
     if document_ids is None:
-        assert split is not None
         document_ids = torch.zeros(1, num_tokens * split.size, dtype=torch.int32, device=device)
-    start = 0 if split is None else split.start
-    return mask_documents(document_ids, start=start, num_queries=num_tokens)
-
-
-def find_document_sizes(document_ids: torch.Tensor) -> DocumentSizes | None:
-    """Return the sizes of the documents of blocks, `int[batch, block]`, block after block; padding is one more.
-
-    None if the tokens of a document do not follow one another.
-    """
-    changes = document_ids[:, 1:] != document_ids[:, :-1]
-    # Numbers of documents ascend in a block, and padding, -1, is at its end.
-    ascends = (document_ids[:, 1:] > document_ids[:, :-1]) & (document_ids[:, :-1] >= 0) | (document_ids[:, 1:] < 0)
-    if not bool((ascends | ~changes).all()):
-        return None
-    begins = F.pad(changes, (1, 0), value=True).flatten().nonzero().flatten()
-    return DocumentSizes(torch.diff(begins, append=begins.new_tensor([document_ids.numel()])).tolist())
-
-
-def mask_documents(document_ids: torch.Tensor, *, start: int = 0, num_queries: int | None = None) -> torch.Tensor:
-    """Return the attention mask in which each token attends to itself and to earlier tokens of its document.
-
-    Args:
-        document_ids: `int[batch, block]`.
-        start: position of the first query.
-        num_queries: number of successive queries; None: those up to the end of the block.
-
-    Returns:
-        `bool[batch, 1, query, key]`, True where the query attends to the key. Each query attends to itself, so no
-        softmax is over an empty set.
-    """
-    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
-    queries = slice(start, None if num_queries is None else start + num_queries)
-    same = document_ids[:, queries, None] == document_ids[:, None, :]
-    return (same & (positions[queries, None] >= positions))[:, None]
+    return mask_documents(document_ids, start=split.start, num_queries=num_tokens)
 
 
 def gpt2(num_classes: int, *, context: int = 1024, dropout: float = 0.1, tie_weights: bool = True) -> GPT:
