@@ -235,3 +235,43 @@ def test_known_requests_wait_for_no_rank_that_has_joined_and_every_join_has_the_
         assert join.value == last
     (join,) = job.cycle([[JOIN]] * 2)
     assert join.value == 1
+
+
+def test_a_request_that_a_rank_lacks_is_named_while_others_are_agreed_in_every_cycle():
+    """horovod/horovod#902, a review of its cache of responses: a thread that reduces on hides one that is stalled."""
+    job = Job(2)
+    job.cycle([[allreduce("stalled"), allreduce("busy")]] * 2)
+    job.cycle([[allreduce("stalled")], []])
+    for _ in range(32):
+        assert len(job.cycle([[allreduce("busy")]] * 2)) == 1
+    assert job.ranks[0].negotiation.missing_ranks() == {allreduce("stalled").key: (1,)}
+
+
+def test_a_known_name_of_another_kind_is_what_it_says_and_not_what_is_known():
+    """horovod/horovod#2872, where the cache compared the name alone."""
+    job = Job(2)
+    job.cycle([[allreduce()]] * 2)
+    broadcast = Request(name="x", kind=CollectiveKind.BROADCAST, dtypes=("float32",), shapes=((3,),), root_rank=0)
+    for request in (broadcast, allreduce(), broadcast):
+        (ready,) = job.cycle([[request]] * 2)
+        assert ready.request == request
+
+
+def test_gathers_of_a_known_name_have_the_rows_of_this_step():
+    """horovod/horovod#941: rows that change from step to step, on one rank or on both."""
+
+    def allgather(rows):
+        return Request(name="x", kind=CollectiveKind.ALLGATHER, dtypes=("float32",), shapes=((rows, 2),))
+
+    job = Job(2)
+    for rows in ((3, 3), (3, 4), (3, 3), (5, 5), (3, 3), (3, 4)):
+        (ready,) = job.cycle([[allgather(number)] for number in rows])
+        assert [request.shapes for request in ready.requests.values()] == [((number, 2),) for number in rows]
+
+
+def test_more_names_a_step_than_the_cache_has_room_for_are_all_agreed():
+    """horovod/horovod#2626."""
+    job = Job(2, capacity=8)
+    for _ in range(3):
+        outcomes = [outcome for name in "abcdefghij" for outcome in job.cycle([[allreduce(name)]] * 2)]
+        assert [outcome.key.name for outcome in outcomes] == list("abcdefghij")
