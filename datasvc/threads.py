@@ -8,9 +8,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from itertools import starmap
+from pathlib import Path
 from typing import Final, TypeVar, TypeVarTuple
 
 from datasvc.sizes import group_by_size
@@ -25,6 +26,8 @@ _GROUP_BYTES: Final = 1 << 20
 # All but those for real time, which would double the time of `deferred_signals`.
 _SIGNALS: Final = tuple(int(number) for number in signal.valid_signals() if number < signal.SIGRTMIN)
 
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
 
 # The number of processes as launchers give it: torchrun and datasvc-run, Horovod, Open MPI, MPICH.
 _SIZE_VARIABLES: Final = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -179,11 +182,24 @@ def run_before_threads_end(hook: Callable[[], object]) -> None:
         threading._register_atexit(hook)  # noqa: SLF001
 
 
-def count_processors() -> int:
-    """Return the number of processors in this process's affinity mask, or of all processors without such a mask."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def count_processors(cgroup: Path = _CGROUP) -> int:
+    """Return the number of processors in this process's affinity mask, or of all processors without such a mask.
+
+    If a container limits the processor time, it is at most that many, rounded up. `cgroup` is where limits are.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, _read_limit(cgroup) or count)
+
+
+def _read_limit(cgroup: Path) -> int | None:
+    """Return how many processors the control group may use at a time, at least 1; None: there is no limit."""
+    # Docker's --cpus and the limits of Kubernetes leave the affinity mask as it is: with a thread for each processor
+    # in it, the kernel would stop all threads for most of the time. First the file of version 2, then those of 1.
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):
+            quota_us, period_us = " ".join((cgroup / name).read_text("ascii") for name in names).split()
+            return None if quota_us in {"max", "-1"} else max(1, -(-int(quota_us) // int(period_us)))
+    return None
 
 
 def count_launched(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:

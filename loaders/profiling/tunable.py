@@ -132,4 +132,5 @@ def _free_bytes(device_id: int | None) -> int:
 _MEMORY: Final = (
     ("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
     ("/sys/fs/cgroup/memory.max", r"(\d+)", 1),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", r"(\d+)", 1),  # version 1
 )

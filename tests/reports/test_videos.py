@@ -1,12 +1,17 @@
 """Videos: frames that are not those that were asked for, colours, turns, and files that end early."""
 
+import json
 import struct
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from av.video.reformatter import ColorRange, Colorspace
 
 from datasvc.errors import BadSampleError
+from datasvc.repository import Repository
+from datasvc.shards import ingest
 from datasvc.shards.video.video_file import decode_frames, read_video_header
 from tests.support.videos import decode_all, make_video, packets_of, video
 
@@ -144,3 +149,24 @@ def test_packets_without_timestamps_do_not_lose_the_last_frame():
     assert read_video_header(content).frame_index.frames == 25
     (last,) = decode(content, 24)
     np.testing.assert_array_equal(last, decode_all(content)[-1])
+
+
+def test_windows_that_move_by_a_frame_do_not_jump_at_key_frames():
+    """gcanat/video_reader-rs#78: near key frames, a window that began a frame later was one of a second before."""
+    content = video("h264", frames=60)
+    view, index = np.frombuffer(content, np.uint8), read_video_header(content).frame_index
+    expected = decode_all(content)
+    for start in range(len(expected) - 8):
+        found = list(decode_frames(view, index, range(start, start + 8)))
+        assert [number for number, _ in found] == list(range(start, start + 8))
+        assert all((pixels == expected[number]).all() for number, pixels in found)
+
+
+def test_videos_of_which_a_table_has_only_the_paths_are_named(tmp_path):
+    """huggingface/datasets#7493: the table had paths of another machine, which was found when a sample was read."""
+    clips = [{"bytes": video("vp9"), "path": "a.webm"}, {"bytes": None, "path": "b.webm"}]
+    features = {"info": {"features": {"clip": {"_type": "Video"}}}}
+    table = pa.table({"clip": clips}).replace_schema_metadata({"huggingface": json.dumps(features)})
+    pq.write_table(table, tmp_path / "clips.parquet")
+    with pytest.raises(BadSampleError, match=r"column 'clip': only the path 'b.webm' is stored, no bytes"):
+        ingest(Repository.create(str(tmp_path / "repo")), str(tmp_path / "clips.parquet"), "clips")
