@@ -6,13 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache import Cache
-from datasvc.loaders import DecodeConfig, ImageLoader
+from datasvc.loaders import AudioLoader, DecodeConfig, ImageLoader, TokenFormat, TokenLoader, VideoLoader
 from datasvc.loaders.images import image_loader
 from datasvc.loaders.profiling import tunable
 from datasvc.loaders.profiling.bottleneck import Resources, diagnose
 from datasvc.loaders.profiling.report import Report
 from datasvc.loaders.profiling.step_times import Stage, Totals
 from datasvc.loaders.profiling.tuning import LoaderSetting, LoaderTuning, choose_setting
+from datasvc.repository import Repository
+from datasvc.shards import ingest, open_dataset
+from tests.support.sounds import encode, ingest_files, noise
+from tests.support.videos import video
 
 LIMITS = LoaderSetting(num_threads=6, prefetch=16)
 START = LoaderTuning(LoaderSetting(2, 2))
@@ -135,3 +139,36 @@ def test_prefetch_that_the_cache_or_the_memory_cannot_hold_is_not_used(digits, m
         assert loader.tune(report(100, bound=0.2)).raised == "num_threads"
         assert loader._resources().prefetch == 2
         assert sum(len(batch.positions) for batch in loader.numpy()) == 1408
+
+
+@pytest.mark.parametrize("kind", [AudioLoader, VideoLoader])
+def test_loaders_of_clips_decode_with_what_was_chosen(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasvc.loaders.decode.choice.choice.count_processors", lambda: 4)
+    files = {f"{number}.wav": encode(noise(1600, seed=number)) for number in range(8)}
+    if kind is VideoLoader:
+        files = {f"{number}.mp4": video("mpeg4", frames=12 + number) for number in range(8)}
+    split = ingest_files(Repository.create(str(tmp_path / "repo")), tmp_path / "files", files)
+    sizes = {"seconds": 0.05} if kind is AudioLoader else {"size": 16, "frames": 2}
+    options = {"batch_size": 4, "training": True, "num_threads": 1, **sizes}
+
+    def inputs(loader):
+        return [next(iter(batch)) for batch in loader.numpy()]
+
+    with kind(split, **options, prefetch=0) as plain, kind(split, **options, prefetch=0) as tuned:
+        for rate, expected in ((100, (2, 0)), (200, (4, 0)), (400, (4, 2)), (410, (4, 0))):
+            np.testing.assert_array_equal(inputs(tuned), inputs(plain))
+            setting = tuned.tune(report(rate)).setting
+            assert (setting.num_threads, setting.prefetch) == expected
+            decoder = tuned._make_decoder()
+            assert decoder._pool._max_workers == setting.num_threads
+            decoder.close()
+
+
+def test_a_loader_of_tokens_has_no_threads_to_tune(tmp_path):
+    blocks = np.arange(4000, dtype=np.int32).reshape(1000, 4)
+    repository = Repository.create(str(tmp_path / "repo"))
+    ingest(repository, [{"tokens": block} for block in blocks], "tokens")
+    split = open_dataset(repository, "tokens")["train"]
+    with TokenLoader(split, batch_size=4, training=True, tokens=TokenFormat(block_tokens=4)) as loader:
+        assert sum(len(batch.positions) for batch in loader.numpy()) == 1000
+        assert loader.tune().setting == LoaderSetting(1, 2)
