@@ -32,6 +32,8 @@ _FLIP = _TRIES * _STREAMS_PER_TRY
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 6)
 SHORTER_STREAM: Final = _FLIP + 6
 """The stream of `draw` for the shorter side of an image, see `Fit`."""
+MOSAIC_STREAMS: Final = range(_FLIP + 7, _FLIP + 11)
+"""The streams of `draw` for a mosaic: whether there is one, the sequence of its images, x and y of their centre."""
 # All orders of the four colour changes; a random value of the stream `_SEQUENCE` selects one of them.
 _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
@@ -62,6 +64,9 @@ class AugmentConfig:
             anti-aliased, and `CenterCrop(size)`, with which accuracies are usually measured. "window": a window of
             whole source pixels is scaled; faster, less exact, and the value for saved states without this field.
             "whole": the whole image is scaled to a square, which loses no box; its sides are distorted.
+        mosaic: probability of a mosaic in training: the output shows parts of four images, its own sample's and those
+            of its group, with their objects and masks. Groups are positions 0..3, 4..7 and so on, so `batch_size`
+            must be a multiple of 4. Only for loaders with objects or masks.
         transform: function for training and evaluation. Any thread may call it, once per image. Its arguments are the
             cropped and flipped `uint8[size, size, 3]`, and a random generator, see `generators`. It returns an array
             of the same shape and dtype, which may be its argument.
@@ -79,6 +84,7 @@ class AugmentConfig:
     hue: float = 0.0
     resize: int | None = None
     evaluation: Evaluation = "torchvision"
+    mosaic: float = 0.0
     transform: Transform | None = None
 
     def __post_init__(self) -> None:
@@ -86,8 +92,9 @@ class AugmentConfig:
             raise ConfigError(f"scale is {self.scale}; expected 0 < low <= high <= 1")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ConfigError(f"ratio is {self.ratio}; expected 0 < low <= high")
-        if not 0 <= self.flip <= 1:
-            raise ConfigError(f"flip is {self.flip}; expected a probability, 0 to 1")
+        for name in ("flip", "mosaic"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a probability, 0 to 1")
         for name in ("brightness", "contrast", "saturation"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")

@@ -5,7 +5,7 @@ All of it follows the window and the flip of the first image.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,6 +17,7 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.augment.augment import Windows
+from datasvc.loaders.augment.mosaic import Mosaics
 from datasvc.loaders.augment.objects import (
     ObjectConfig,
     View,
@@ -239,6 +240,7 @@ def collect_objects(
     views: Mapping[int, View],
     drawn: Mapping[int, Drawn],
     frame: tuple[int, int],
+    mosaics: Mosaics | None = None,
 ) -> BatchObjects:
     """Return the objects of a batch as its output shows them.
 
@@ -248,6 +250,7 @@ def collect_objects(
         views: views of the samples whose objects are wanted, by their index in the batch, ascending.
         drawn: masks of these samples, see `draw_masks`; empty without polygons.
         frame: height and width of the output in pixels.
+        mosaics: the images of each output; None: its own. With them, there is an array `origins`.
     """
     found, rows = BatchObjects(), []
     for index, view in views.items():
@@ -256,9 +259,12 @@ def collect_objects(
             rows.append((index, _sample_objects(columns, stored, view, found, index, drawn.get(index))))
         except BadSampleError as error:
             found.bad[index] = str(error)
+    if mosaics is not None:
+        rows = list(_mosaic_objects(columns, lists, views, drawn, found, mosaics))
     empty: dict[str, Any] = {"samples": np.int64, "numbers": np.int64, **columns.values}
     shapes: dict[str, tuple[int, ...]] = {"boxes": (0, 4)} if columns.boxes else {}
     shapes |= {"keypoints": (0, columns.num_keypoints, 3)} if columns.keypoints else {}
+    empty |= {} if mosaics is None else {"origins": np.int64}
     joined = {name: [np.empty(0, dtype)] for name, dtype in empty.items()}
     joined |= {name: [np.empty(shape, np.float32)] for name, shape in shapes.items()}
     if columns.polygons:
@@ -272,6 +278,36 @@ def collect_objects(
                 joined[name].append(values)
     found.arrays = {name: np.concatenate(parts) for name, parts in joined.items()}
     return found
+
+
+def _mosaic_objects(
+    columns: AnnotationColumns,
+    lists: Mapping[str, Sequence[Any]],
+    views: Mapping[int, View],
+    drawn: Mapping[int, Drawn],
+    found: BatchObjects,
+    mosaics: Mosaics,
+) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
+    """Yield the objects of each tile of each output that shows a sample which is not bad, with the output's index."""
+    good = {index: view for index, view in views.items() if index not in found.bad}
+    for index in good:
+        for tile in mosaics.tiles(index):
+            if tile.source not in good:
+                continue
+            stored = {name: lists[name][tile.source] for name in columns.lists}
+            view = tile.view(good[tile.source])
+            counted = BatchObjects()  # bad boxes are counted where the whole image is collected
+            objects = _sample_objects(columns, stored, view, counted, index, drawn.get(tile.source))
+            corner = np.array([tile.columns.start, tile.rows.start], np.float32)
+            if "boxes" in objects:
+                objects["boxes"] += np.tile(corner, 2)
+            if "keypoints" in objects:
+                objects["keypoints"][..., :2] += corner * (objects["keypoints"][..., 2:] > 0)
+            if "masks" in objects:
+                masks = np.zeros_like(objects["masks"])
+                masks[:, tile.rows, tile.columns] = objects["masks"][:, tile.source_rows, tile.source_columns]
+                objects["masks"] = masks
+            yield index, objects | {"origins": np.full(len(objects["numbers"]), tile.source, np.int64)}
 
 
 def _pad(masks: npt.NDArray[Any], frame: tuple[int, int]) -> npt.NDArray[Any]:

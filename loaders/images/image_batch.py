@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.keyed_random import Integers
+from datasvc.loaders.augment.mosaic import Mosaics
 from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.sample_keys import BatchPlaces
 from datasvc.shards.format.schema import BOX_LABELS
@@ -71,6 +72,9 @@ class ImageBatch(Shown, Batch[A]):
         sizes: with `size=Fit(...)`, height and width of each image, `int32[n, 2]`, always a NumPy array. The image is
             at the top left; the rest, up to height and width of `images` and `masks`, is zeros. None: all images
             have the size of `images`.
+        mosaics: with `AugmentConfig(mosaic=)`, which samples of the batch each output shows. `objects` then has
+            `origins`, `int64[m]`: index of the sample in the batch whose list has the object. Labels, windows and
+            flips are those of the samples themselves.
     """
 
     images: A
@@ -90,6 +94,7 @@ class ImageBatch(Shown, Batch[A]):
     flips: npt.NDArray[np.bool_] | None = None
     num_bad_boxes: int = 0
     sizes: npt.NDArray[np.int32] | None = None
+    mosaics: Mosaics | None = None
 
     @property
     def _pair(self) -> tuple[A, A | None]:

@@ -27,6 +27,7 @@ from datasvc.loaders.augment.augment import (
 )
 from datasvc.loaders.augment.edits import Edit, plan_edit
 from datasvc.loaders.augment.fit import Fit
+from datasvc.loaders.augment.mosaic import Mosaics, plan_mosaics
 from datasvc.loaders.augment.objects import View
 from datasvc.loaders.core.batch import register_tree
 from datasvc.loaders.core.batches import SampleBatch, read_lists
@@ -50,7 +51,7 @@ from datasvc.shards import Shard
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.schema import HEIGHT, LABEL, WIDTH
 
-_SQUARE_SETTINGS: Final = {"scale", "ratio", "resize", "evaluation"}  # of `AugmentConfig`
+_SQUARE_SETTINGS: Final = {"scale", "ratio", "resize", "evaluation", "mosaic"}  # of `AugmentConfig`
 _RESIZE_RATIO = 256 / 224  # of the shorter side before the centre crop to the crop's side, as usual for ImageNet
 
 
@@ -164,18 +165,32 @@ class ImageDecoder:
             for index, reason in sorted(found.items()):
                 reasons.setdefault(int(kept[index]), f"{name}: {reason}")
         objects = BatchObjects()
+        mosaics = self._plan.mosaics(batch)
+        if mosaics is not None:
+            zeros = np.setdiff1d(np.arange(len(batch.positions)), kept).tolist()
+            mosaics = mosaics.without([*zeros, *reasons])
         if self._columns.has_objects:
             views = {int(index): view for index, view in zip(kept, fed.views, strict=True)}
             views = {index: view for index, view in views.items() if index not in reasons}
             drawn = dict(zip(kept.tolist(), fed.drawn, strict=False))  # none without polygons
             lists = read_lists(batch, self._columns.lists)
-            objects = collect_objects(self._columns, lists, views, drawn, self._plan.frame(fed.windows))
+            objects = collect_objects(self._columns, lists, views, drawn, self._plan.frame(fed.windows), mosaics)
             self._check(batch, objects.raised, "objects=ObjectConfig(on_bad='drop') or 'mask'")
             reasons |= objects.bad
         bad = self._check(batch, reasons, "decode=DecodeConfig(on_bad='mask')", is_masked=self._on_bad == "mask")
         # The images of a sample are zero together.
         spoiled = sorted(reasons) if len(images) + len(masks) > 1 or objects.bad else []
-        delivered = [self._deliver(_fill(each, kept, batch, spoiled)) for each in images]
+        filled = [_fill(each, kept, batch, spoiled) for each in images]
+        shown = {
+            name: _fill(found, kept, batch, spoiled)
+            for name, (found, _) in zip(self._columns.masks, masks, strict=True)
+        }
+        if mosaics is not None:
+            mosaics = mosaics.without(sorted(objects.bad))
+            is_planar = self._display.pixels.layout == "NCHW"
+            filled = [mosaics.compose(each, channels_first=is_planar) for each in filled]
+            shown = {name: mosaics.compose(each) for name, each in shown.items()}
+        delivered = [self._deliver(each) for each in filled]
         mask = batch.mask
         if bad:
             # Change a copy: the ledger still needs `batch.mask`, in which bad samples are True.
@@ -197,14 +212,12 @@ class ImageDecoder:
             sources=self._deliver(batch.sources) if self._is_mixture else None,
             display=self._display,
             views=dict(zip(self._columns.images, delivered, strict=True)) if len(delivered) > 1 else {},
-            masks={
-                name: self._deliver(_fill(found, kept, batch, spoiled))
-                for name, (found, _) in zip(self._columns.masks, masks, strict=True)
-            },
+            masks={name: self._deliver(each) for name, each in shown.items()},
             objects={name: self._deliver(values) for name, values in objects.arrays.items()},
             windows=_fill(fed.windows.scaled, kept, batch),
             flips=_fill(fed.windows.flips.astype(np.bool_), kept, batch),
             num_bad_boxes=objects.num_bad_boxes,
+            mosaics=mosaics,
             sizes=None if fed.windows.sizes is None else _fill(fed.windows.sizes, kept, batch),
         )
 
@@ -311,7 +324,7 @@ class ImagePlan:
             if given := _SQUARE_SETTINGS & changed_fields(self.augment).keys():
                 raise ConfigError(
                     f"AugmentConfig({', '.join(sorted(given))}) is given for images that keep their own shape, which "
-                    "are whole: leave it out, or give size in pixels"
+                    "are shown as they are: leave it out, or give size in pixels"
                 )
         elif self.shorter_side < self.side:
             raise ConfigError(
@@ -359,6 +372,21 @@ class ImagePlan:
             return plan_whole_images(widths, heights)
         plan = plan_centre_boxes if self.has_boxes else plan_centre_windows
         return plan(widths, heights, size=self.side, resize=self.shorter_side)
+
+    def mosaics(self, batch: SampleBatch) -> Mosaics | None:
+        """Return the mosaics of a batch; None without. Raises ConfigError: see `plan_mosaics`."""
+        if not self.training or not self.augment.mosaic:
+            return None
+        is_sample = batch.mask if batch.masked is None else batch.mask | batch.masked
+        return plan_mosaics(
+            batch.positions,
+            is_sample,
+            batch.step.num_samples,
+            seed=self.seed,
+            epoch=batch.epoch,
+            size=self.side,
+            probability=self.augment.mosaic,
+        )
 
     def edit(self, batch: SampleBatch, num_images: int = 1) -> Edit | None:
         """Return the changes of a batch's images after crop and flip, equal for all images of a sample; or None."""

@@ -18,6 +18,7 @@ from datasvc.errors import ConfigError
 from datasvc.ledger.masked import Masked
 from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
 from datasvc.loaders.augment.fit import Fit, parse_size
+from datasvc.loaders.augment.mosaic import check_groups
 from datasvc.loaders.augment.objects import ObjectConfig
 from datasvc.loaders.core.arguments import check_sizes
 from datasvc.loaders.core.batches import BatchDecoder, SampleBatches
@@ -161,6 +162,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             masked=masked,
         )
         self._plan = ImagePlan(training, size, self.order.seed, augment)
+        if training and augment.mosaic:
+            if not (self._annotations.has_objects or self._annotations.has_masks):
+                raise ConfigError("AugmentConfig(mosaic=) is given without boxes=, keypoints=, polygons= or masks=")
+            lanes, world_size = self.order.lanes, self.ranks.world_size
+            check_groups(batch_size=batch_size, world_size=world_size, lanes=lanes, tail=self.tail)
         self._config = self._configure_backend(pixels, decode, _device_id(str(device)))
         self._requested_scale = decode.decode_scale
         self._choice = self._plan_choice(decode.backend)

@@ -110,6 +110,8 @@ class VideoLoader(MediaLoader[VideoBatch[Any]]):
                 "the AugmentConfig has a transform, which would change each frame of a clip in another way: apply it "
                 "to the clips of a batch"
             )
+        if augment.mosaic:
+            raise ConfigError("the AugmentConfig has a mosaic, which is for images with objects: leave it out")
         check_media_column(split, VIDEO, VIDEO_FRAMES, "videos")
         with explain_missing("VideoLoader"):
             import av  # noqa: F401 - threads import it
