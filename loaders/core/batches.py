@@ -67,11 +67,11 @@ class SampleBatch(NamedTuple):
 
     def places(self) -> tuple[Integers, Integers, Integers]:
         """Return split, shard and row of each sample, `int64[n]` each; of packs, of each document in their order."""
-        pieces = [(part.indices, part.pieces.places, part.rows) for part in self.parts if part.pieces is not None]
+        pieces = [(part.indices, part.rows) for part in self.parts if part.pieces is not None]
         if not pieces:
             return self.sources, self.shards, self.rows
-        indices, places, rows = (np.concatenate(values) for values in zip(*pieces, strict=True))
-        order = np.lexsort((places, indices))
+        indices, rows = (np.concatenate(values) for values in zip(*pieces, strict=True))
+        order = np.argsort(indices, kind="stable")  # the documents of a pack are in one part, in their order
         return self.sources[indices[order]], self.shards[indices[order]], rows[order]
 
     @property

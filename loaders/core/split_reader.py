@@ -145,7 +145,7 @@ class SplitReader:
         """Return the documents of the packs of a batch that are in this split's shards."""
         chosen = {shard: packs.pieces(shard, numbers[indices]) for shard, indices in by_shard}
         rows = {shard: self.split.stored_rows(shard, pieces.rows) for shard, (_, pieces) in chosen.items()}
-        opened = self._shards.get_all({shard: np.unique(each) for shard, each in rows.items()})
+        opened = self._shards.get_all(rows)
         parts = []
         for shard, indices in by_shard:
             index, pieces = chosen[shard]

@@ -163,14 +163,15 @@ class StoredBlocks:
             out[indices] = self.gather(rows)
 
     def join(
-        self, rows: Integers, starts: Integers, sizes: Integers, is_masked: npt.NDArray[np.bool_]
+        self, rows: Integers, starts: Integers, sizes: Integers, rests: Integers, is_masked: npt.NDArray[np.bool_]
     ) -> npt.NDArray[Any]:
-        """Return a copy of some tokens of the blocks of `rows`, one block after another: `dtype[sizes.sum()]`.
+        """Return a copy of some tokens of the blocks of `rows`, one block after another: `dtype[n]`.
 
         Args:
             rows: `int64[k]`, rows of the blocks.
             starts: `int64[k]`, the first token of each.
             sizes: `int64[k]`, the number of tokens of each.
+            rests: `int64[k]`, the number of zeros after them.
             is_masked: `bool[k]`, True for blocks whose tokens are zeros in the result.
         """
         item_bytes = self.format.dtype.itemsize
@@ -187,6 +188,9 @@ class StoredBlocks:
             parts = [views[area][first:stop] for area, first, stop in where]
         for index in np.flatnonzero(is_masked).tolist():
             parts[index] = bytes(int(sizes[index]) * item_bytes)
+        followed = np.flatnonzero(rests)[::-1]  # from the last one, so that the indices of the others stay
+        for index, rest in zip(followed.tolist(), (rests[followed] * item_bytes).tolist(), strict=True):
+            parts.insert(index + 1, bytes(rest))
         return np.frombuffer(b"".join(parts), self.format.dtype)
 
     def gather(self, rows: Integers) -> npt.NDArray[Any]:

@@ -72,8 +72,8 @@ class Packs:
     def _get(self, shard: int) -> tuple[Integers, Integers]:
         """Return the first piece of each pack, with the number of all as the last one, and rows, starts and sizes."""
         numbers = self._numbers.get(shard, lambda: self._read(shard))
-        bounds, pieces = np.split(numbers, [int(self._num_packs[shard]) + 1])
-        return bounds, pieces.reshape(3, -1)
+        num_bounds = int(self._num_packs[shard]) + 1
+        return numbers[:num_bounds], numbers[num_bounds:].reshape(3, -1)
 
     def _read(self, shard: int) -> Integers:
         num_packs, num_live = int(self._num_packs[shard]), int(self._num_live[shard])

@@ -53,13 +53,14 @@ def test_documents_positions_and_bounds_are_those_that_a_loop_over_tokens_finds(
         for number, length in enumerate(lengths.tolist())
     ]
     segments = find_segments(rows, starts, lengths, BLOCK)
-    documents = np.empty((len(lengths), BLOCK), np.int32)
+    sizes = segment_sizes(segments, len(lengths) * BLOCK)
+    documents = number_documents(segments, sizes, lengths, BLOCK)
     positions = np.empty((len(lengths), BLOCK), np.int64)
-    number_documents(segments, lengths, BLOCK, documents)
-    number_positions(segments, positions)
+    number_positions(segments, sizes, positions)
+    assert documents.dtype == np.int32
     assert documents.tolist() == [each[0] for each in expected]
     assert positions.tolist() == [each[1] for each in expected]
-    assert segment_sizes(segments, documents.size).tolist() == [size for each in expected for size in each[2]]
+    assert sizes.tolist() == [size for each in expected for size in each[2]]
 
 
 @given(batches())
