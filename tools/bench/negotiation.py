@@ -27,7 +27,7 @@ from tools.bench.runner import ROOT, Options, Report, bench, call_command, envir
 
 # A network namespace, whose loopback is down at first.
 OWN_NETWORK = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-BITS, MESSAGES, BARRIER = "bits", "messages", "barrier"
+BITS, MESSAGES, BOTH, BARRIER = "bits", "messages alone", "bits and messages", "barrier"
 NUM_REQUESTS = 16  # a cycle; some ten cycles a step for 161 gradients
 CYCLES_OF_ALL_RANKS = 2000  # in a block
 
@@ -37,10 +37,11 @@ def negotiation(options: Options) -> list[Report]:
     """Time and bytes of a cycle of the engine in which all ranks submit 16 known gradients.
 
     The ranks are forked from one process, so that many fit into the memory, and share the processors. By `bits`: from
-    the requests of the ranks to the list of what may run, as in most steps of training. By `messages`: as
-    in a cycle with something new, which was every cycle before there were bits. A `barrier` is submission, a cycle,
-    and the wake-ups of both threads. Blocks take turns in one run. Bytes are those that the loopback carries, with
-    all headers, of a rank; the ranks are in a network namespace of their own, if one can be had.
+    the requests of the ranks to the list of what may run, as in most steps of training. By `bits and messages`: as in
+    a cycle with a new request. By `messages alone`: as in every cycle of a negotiation without bits. A `barrier` is
+    submission, a cycle, and the wake-ups of both threads. Blocks take turns in one run. Bytes are those that the
+    loopback carries, with all headers, of a rank; the ranks are in a network namespace of their own if the system
+    gives one.
     """
     reports = []
     for num_ranks in map(int, options.ranks.split(",")):
@@ -52,8 +53,9 @@ def negotiation(options: Options) -> list[Report]:
             report.add_row(f"a cycle by {way}" if way != BARRIER else way, "ms", [line["ms"] for line in lines])
             report.add_row(f"{way}, of a rank", "bytes", [line["bytes"] for line in lines])
         for what in ("ms", "bytes"):
-            above, below = ([line[what] for line in found[way]] for way in (MESSAGES, BITS))
-            report.add_ratio(f"{MESSAGES} / {BITS}, {what}", above, below)
+            alone = [line[what] for line in found[MESSAGES]]
+            for way in (BITS, BOTH):
+                report.add_ratio(f"{way} / {MESSAGES}, {what}", [line[what] for line in found[way]], alone)
         reports.append(report)
     return reports
 
@@ -96,11 +98,7 @@ def be_rank(rank: int, num_ranks: int, repeats: int, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     transport = GroupTransport(hvd.EngineSettings(), gpu="", local_size=num_ranks)
     hvd.init()
-    ways = {
-        BITS: make_cycle(transport, by_bits=True),
-        MESSAGES: make_cycle(transport, by_bits=False),
-        BARRIER: hvd.barrier,
-    }
+    ways = {way: make_cycle(transport, way) for way in (BITS, MESSAGES, BOTH)} | {BARRIER: hvd.barrier}
     num_cycles = CYCLES_OF_ALL_RANKS // num_ranks
     for step in ways.values():
         step()
@@ -118,8 +116,8 @@ def be_rank(rank: int, num_ranks: int, repeats: int, store: Path) -> None:
     dist.destroy_process_group()
 
 
-def make_cycle(transport: GroupTransport, *, by_bits: bool) -> Step:
-    """Return what the engine's thread does in a cycle until it knows what may run, for requests seen before."""
+def make_cycle(transport: GroupTransport, way: str) -> Step:
+    """Return what the engine's thread does in a cycle until it has the list of what may run, for known requests."""
     agreement = Agreement(transport.rank, transport.size, hvd.EngineSettings().cache_capacity)
     requests = [
         Request(
@@ -129,9 +127,9 @@ def make_cycle(transport: GroupTransport, *, by_bits: bool) -> Step:
     ]
 
     def cycle() -> None:
-        agreement.submit(requests)
-        bits = agreement.encode_bits(needs_messages=False, is_detailed=not by_bits)
-        outcomes, needs_messages = agreement.apply_bits(transport.combine(bits) if by_bits else bits)
+        agreement.submit(requests, 0.0)
+        bits = agreement.encode_bits(needs_messages=False, sends_every_request=way != BITS)
+        outcomes, needs_messages = agreement.apply_bits(bits if way == MESSAGES else transport.combine(bits))
         if needs_messages:
             message = CycleMessage(agreement.take_entries())
             messages = [decode_message(data) for data in transport.exchange(encode_message(message))]

@@ -1,7 +1,7 @@
 """The engine of a rank: a background thread that runs operations when all ranks have submitted them.
 
-The thread works in cycles. In each cycle it collects this rank's new submissions, exchanges them with those of the
-other ranks, and runs the operations that the negotiation returns. `job.runtime` owns the engine. Invariant: the
+The thread works in cycles. In each cycle it collects this rank's new submissions, finds with the other ranks which
+operations all have submitted, and runs those. `job.runtime` owns the engine. Invariant: the
 handle of each submission that `submit` accepts is finished exactly once, even if this thread, the network or another
 rank fails.
 """
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 # Maximum pause of an idle rank between two exchanges, in cycles.
 _MAX_IDLE_CYCLES = 5.0
 _MAX_UNNEEDED_CYCLES = 50.0  # the same, while no operation can run without a submission of this rank
+# Then a request that others lack is sent in a message, so that every rank has the names of the missing ranks.
+_MAX_WAIT_AS_BIT_S = 0.2
 
 
 class Engine:
@@ -190,7 +192,8 @@ class Engine:
         messages = []
         with profiled("negotiate"):
             bits = self._agreement.encode_bits(
-                needs_messages=message != CycleMessage(), is_detailed=self._timeline.is_recording
+                needs_messages=message != CycleMessage() or self._has_waited_as_bit(),
+                sends_every_request=self._timeline.is_recording,
             )
             outcomes, needs_messages = self._agreement.apply_bits(self._transport.combine(bits))
             if needs_messages:
@@ -224,7 +227,7 @@ class Engine:
             queue, self._queue = self._queue, []
             is_leaving = self._is_leaving
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
-        self._agreement.submit([submission.request for submission in queue])
+        self._agreement.submit([submission.request for submission in queue], self._clock())
         tuning = self._tuner.propose() if self._tuner is not None else None
         return CycleMessage((), is_leaving, self._stall_failure, tuning)
 
@@ -241,6 +244,10 @@ class Engine:
             return self._cycle_time_s * _MAX_UNNEEDED_CYCLES
         # The pause begins with half a cycle and doubles. The exponent is limited, so that the power cannot overflow.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
+
+    def _has_waited_as_bit(self) -> bool:
+        since_s = self._agreement.unsent_since_s
+        return since_s is not None and self._clock() - since_s >= _MAX_WAIT_AS_BIT_S
 
     def _process_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         """Run the operations that are ready, and fail this rank's submissions to refused operations."""

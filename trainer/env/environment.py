@@ -210,7 +210,7 @@ class EngineSettings:
         stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 for never.
         stall_shutdown_s: seconds after which an operation that some ranks have not submitted ends the job; 0 for
             never.
-        cache_capacity: maximum number of cached requests. A rank sends only the number of a cached request.
+        cache_capacity: maximum number of cached requests. A rank sends one bit for each of them.
         timeout_s: seconds for which a rank may be unreachable before the operations of the others fail.
         start_timeout_s: seconds for which `init` waits for all ranks.
         timeline: path for a Chrome trace of all operations, written by rank 0; None for no trace.

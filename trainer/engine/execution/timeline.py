@@ -1,8 +1,8 @@
 """Timeline of the negotiation and execution of each operation, as a Chrome trace, and ranges for profilers.
 
-Rank 0 writes the file, for chrome://tracing and Perfetto: every rank receives the requests of all ranks, so one file
-is enough. The negotiation of an operation has an instant event for each rank, so the trace shows which rank was the
-last to submit it.
+Rank 0 writes the file, for chrome://tracing and Perfetto. While a timeline is recorded, every rank receives the
+requests of all ranks, so one file is enough. The negotiation of an operation has an instant event for each rank, so
+the trace shows which rank was the last to submit it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Timeline:
     """The interface of a timeline, and the default, which records nothing; `TraceFile` writes a file."""
 
     is_recording = False
+    """Whether the requests of all ranks are needed in each cycle."""
 
     def cycle(self) -> None:
         """Record the beginning of a cycle that has submissions."""

@@ -1,23 +1,21 @@
-"""What a rank sends in each cycle, and what it learns from what all ranks sent. Does no input or output.
+"""What a rank sends in each cycle, and the outcomes that follow from what all ranks sent. Does no input or output.
 
 A cycle has two parts. In the first, each rank sends one bit for each request of the request cache: whether it has
 submitted this request. The ranks need only the AND of these bits, and that of their complements, which have one
-length however many ranks there are. Training steps repeat their requests, so this is all that most cycles need. The
-second part takes place only if a rank asks for it: every rank sends messages to all, which grow with the number of
-ranks. A rank asks if it has a request that is not in the cache, and if one of its requests has waited for many
-cycles, because bits do not say for which ranks it waits.
+length however many ranks there are. Training steps repeat their requests, so most cycles need nothing else. The
+second part takes place if one of the ranks asks for it: every rank sends a message to all, and receives as many as
+there are ranks. A rank asks if it has a request that is not in the cache, and if one of its requests waits for long,
+because the AND does not contain which ranks are missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from datasvc.trainer.engine.negotiation.negotiation import Negotiation, Outcome, Refused
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Key, Request, RequestCache
 
-# After this number of cycles a request that others lack is sent to all, so that all know which ranks are missing.
-_MAX_CYCLES_AS_BIT: Final = 32
 # These kinds change the joined ranks or the process sets. They are rare, and always sent in messages.
 _WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
 
@@ -25,7 +23,8 @@ _WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, Coll
 class Agreement:
     """The requests of one rank that have no outcome yet, with the negotiation and the cache that all ranks share.
 
-    In each cycle: `submit`, `encode_bits`, `apply_bits`; if that says so, also `take_entries` and `apply_entries`.
+    In each cycle: `submit`, `encode_bits`, `apply_bits`; if the last returns that a second part follows, also
+    `take_entries` and `apply_entries`.
     """
 
     def __init__(self, rank: int, num_ranks: int, cache_capacity: int) -> None:
@@ -33,35 +32,36 @@ class Agreement:
         self._rank = rank
         self._cache = RequestCache(cache_capacity)
         self._waiting: dict[Key, Request] = {}  # requests of this rank without an outcome
-        self._unsent: dict[Key, int] = {}  # those that no message has had, and the cycle of their submission
-        self._cycle = 0
-        self._own_bits = 0  # the bits of `_waiting` in this cycle
+        self._unsent: dict[Key, float] = {}  # those in no message, and their times, oldest first
+        self._lacks_bits = False  # whether an unsent request has no bit
+        self._own_bits = 0  # the bits of `_waiting`
         self._has_awaited_bit = False  # whether another rank has submitted a request that this rank has not
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], now_s: float) -> None:
         """Begin a cycle with the new requests of this rank."""
-        self._cycle += 1
         for request in requests:
             self._waiting[request.key] = request
-            self._unsent[request.key] = self._cycle
+            self._unsent[request.key] = now_s
+            number = self._find_bit(request)
+            if number is None:
+                self._lacks_bits = True
+            else:
+                self._own_bits |= 1 << number
 
-    def encode_bits(self, *, needs_messages: bool, is_detailed: bool = False) -> bytes:
-        """Return what the first part of the cycle combines; all ranks return equally many bytes.
+    @property
+    def unsent_since_s(self) -> float | None:
+        """When the oldest request was submitted that only its bit stands for so far; None if there is none."""
+        return next(iter(self._unsent.values()), None)
+
+    def encode_bits(self, *, needs_messages: bool, sends_every_request: bool = False) -> bytes:
+        """Return the data of this rank for the first part of the cycle; their length is equal on all ranks.
 
         Args:
-            needs_messages: whether this rank asks for the second part for a reason of its own.
-            is_detailed: ask for it, and set no bits, so that this rank sees which rank submits what, and when.
+            needs_messages: ask for the second part.
+            sends_every_request: ask for it, and set no bits, so that the requests of all ranks are in messages.
         """
-        oldest = next(iter(self._unsent.values()), self._cycle)
-        needs_messages |= is_detailed or self._cycle - oldest >= _MAX_CYCLES_AS_BIT
-        self._own_bits = 0
-        for key, request in self._waiting.items():
-            number = self._find_bit(request)
-            if number is not None:
-                self._own_bits |= 1 << number
-            elif key in self._unsent:
-                needs_messages = True
-        submitted = 0 if is_detailed else self._own_bits
+        needs_messages |= sends_every_request or self._lacks_bits
+        submitted = 0 if sends_every_request else self._own_bits
         num_bits = len(self._cache)
         complement = ~submitted & ((1 << num_bits) - 1)
         fields = (submitted | self._foreign_bits()) << 1 | complement << num_bits + 1 | (not needs_messages)
@@ -74,6 +74,7 @@ class Agreement:
         by_all, by_none = fields >> 1 & mask, fields >> num_bits + 1 & mask
         awaited = mask & ~by_all & ~by_none & ~self._foreign_bits()
         self._has_awaited_bit = bool(awaited & ~self._own_bits)
+        self._own_bits &= ~by_all
         outcomes: list[Outcome] = [
             self.negotiation.complete(self._cache.resolve(number)) for number in _numbers_of(by_all)
         ]
@@ -81,7 +82,7 @@ class Agreement:
         return outcomes, not fields & 1
 
     def take_entries(self) -> tuple[Request | int, ...]:
-        """Return the requests for this rank's message; each as its number if the cache has it."""
+        """Return the requests for the message of this rank; each as its number if the cache has it."""
         requests = [self._waiting[key] for key in self._unsent]
         self._unsent.clear()
         numbers = [self._cache.find(request) for request in requests]
@@ -95,6 +96,10 @@ class Agreement:
         ]
         outcomes = self.negotiation.advance(submitted)
         self._conclude(outcomes)
+        # Messages may have changed the cache, the joined ranks and the sets. All requests were in messages now.
+        numbers = [self._find_bit(request) for request in self._waiting.values()]
+        self._own_bits = sum(1 << number for number in numbers if number is not None)
+        self._lacks_bits = self._has_awaited_bit = False
         return submitted, outcomes
 
     def waiting(self) -> tuple[bool, bool]:
@@ -134,6 +139,9 @@ class Agreement:
         return bits
 
 
-def _numbers_of(bits: int) -> list[int]:
-    """Return the positions of the bits that are set, in increasing order."""
-    return [number for number in range(bits.bit_length()) if bits >> number & 1]
+def _numbers_of(bits: int) -> Iterator[int]:
+    """Yield the positions of the bits that are set, in increasing order."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

@@ -1,8 +1,8 @@
 """Negotiation of the operations to run and of their order: a replicated state machine without clocks, threads or I/O.
 
-Invariant: the input of each cycle, the new submissions of all ranks, is the same on every rank, so every rank gets
-the same list of operations. Ranks may therefore submit in any order: an operation starts when every rank of its
-process set has submitted its name or has joined, that is, has declared that it has no more data.
+Invariant: what is passed to it in each cycle is the same on every rank, so every rank gets the same list of
+operations. Ranks may therefore submit in any order: an operation starts when every rank of its process set has
+submitted its name or has joined, that is, has declared that it has no more data.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Negotiation:
 
     @property
     def pending(self) -> Mapping[Key, Mapping[int, Request]]:
-        """The requests of each pending operation, by rank; changed by `advance`."""
+        """The requests of each pending operation, by rank; changed by `advance` and `complete`."""
         return self._pending
 
     def waiting(self, rank: int) -> tuple[bool, bool]:

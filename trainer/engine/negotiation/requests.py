@@ -119,7 +119,7 @@ def _with_tuples(value: Any) -> Any:
 
 # Invariant: every rank calls `remember` with the same requests in the same order, so a number stands for the same
 # request on every rank. A cycle resolves all its numbers before it remembers requests, so no number in a message is
-# reused before it is resolved. Training steps repeat their requests, so most negotiations need a bit for each only.
+# reused before it is resolved. Training steps repeat their requests, so most negotiations need one bit per request.
 
 
 class RequestCache:

@@ -34,21 +34,24 @@ JOIN = Request(name="join", kind=CollectiveKind.JOIN)
 
 
 class Job:
-    """The ranks of a job, driven as their engines do."""
+    """The ranks of a job, driven as their engines do.
 
-    def __init__(self, num_ranks, capacity=1024, detailed=()):
+    `asking` are the ranks that ask for messages, `recording` those that record a timeline.
+    """
+
+    def __init__(self, num_ranks, capacity=1024, asking=(), recording=()):
         self.ranks = [Agreement(rank, num_ranks, capacity) for rank in range(num_ranks)]
-        self.detailed = set(detailed)
+        self.asking, self.recording = set(asking), set(recording)
         self.num_exchanges = 0
         self.sent_bytes = 0
-        self.submitted = []  # what the last messages had
+        self.submitted = []  # the requests of the last messages
 
     def cycle(self, submitted):
         """Return the outcomes, which must be equal on all ranks."""
         for rank, requests in zip(self.ranks, submitted, strict=True):
-            rank.submit(requests)
+            rank.submit(requests, 0.0)
         bits = [
-            rank.encode_bits(needs_messages=False, is_detailed=number in self.detailed)
+            rank.encode_bits(needs_messages=number in self.asking, sends_every_request=number in self.recording)
             for number, rank in enumerate(self.ranks)
         ]
         assert len({len(data) for data in bits}) == 1
@@ -60,10 +63,14 @@ class Job:
         if needs[0]:
             self.num_exchanges += 1
             messages = [encode_message(CycleMessage(rank.take_entries())) for rank in self.ranks]
-            for rank, found in zip(self.ranks, of_ranks, strict=True):
-                self.submitted, outcomes = rank.apply_entries([decode_message(data).entries for data in messages])
-                found.extend(outcomes)
+            entries = [decode_message(data).entries for data in messages]
+            if any(entries):
+                for rank, found in zip(self.ranks, of_ranks, strict=True):
+                    self.submitted, outcomes = rank.apply_entries(entries)
+                    found.extend(outcomes)
         assert all(outcomes == of_ranks[0] for outcomes in of_ranks)
+        caches = [list(map(rank._cache.resolve, range(len(rank._cache)))) for rank in self.ranks]
+        assert all(cache == caches[0] for cache in caches)
         return of_ranks[0]
 
 
@@ -83,8 +90,8 @@ def interleavings(draw):
 
 
 @given(interleavings(), st.integers(1, 3), st.sampled_from([0, 3, 1024]), st.sets(st.integers(0, 3)))
-def test_any_interleaving_gives_every_rank_the_same_list_once(submissions, num_steps, capacity, detailed):
-    job = Job(len(submissions), capacity, detailed)
+def test_any_interleaving_gives_every_rank_the_same_list_once(submissions, num_steps, capacity, recording):
+    job = Job(len(submissions), capacity, recording=recording)
     names = sorted(name for cycle in submissions[0] for name in cycle)
     for _ in range(num_steps):
         outcomes = []
@@ -97,7 +104,7 @@ def test_any_interleaving_gives_every_rank_the_same_list_once(submissions, num_s
 
 @st.composite
 def programs(draw):
-    """The submissions of each rank by cycle: of changing shapes, in a set of some ranks, and joins at the end."""
+    """The submissions of each rank by cycle: of changing shapes, in a set of some ranks, with joins."""
     num_ranks, num_cycles = draw(st.integers(2, 4)), 8
     members = sorted(draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks - 1)))
     script = [[(None, set_change(*members))]]  # of each step: requests, and the ranks that submit them if not all do
@@ -122,28 +129,34 @@ def programs(draw):
             own = draw(st.permutations(own))
             submitted.append([[r for r, at in zip(own, when, strict=True) if at == c] for c in range(num_cycles)])
         steps.append([list(cycle) for cycle in zip(*submitted, strict=True)])
-    if joins:
+    if joins:  # one rank after the other, while the others go on with what is allowed then
         order = draw(st.permutations(range(num_ranks)))
-        steps.append([[[JOIN] if rank == order[c] else [] for rank in range(num_ranks)] for c in range(num_ranks)])
+        cycles = []
+        for last in range(num_ranks):
+            cycles.append([[JOIN] if rank == order[last] else [] for rank in range(num_ranks)])
+            cycles.append([[allreduce("a")] if rank in order[last + 1 :] else [] for rank in range(num_ranks)])
+        steps.append(cycles)
     return num_ranks, steps
 
 
 def facts(outcome):
-    """What an outcome says, without whose request came first."""
+    """The parts of an outcome that do not depend on the order in which the requests came."""
     return (outcome.key, type(outcome), outcome.requests, getattr(outcome, "members", None))
 
 
-@given(programs(), st.sampled_from([1, 3, 1024]))
-def test_the_outcomes_are_those_of_messages_alone(program, capacity):
+@given(programs(), st.sampled_from([0, 1, 3, 1024]), st.data())
+def test_the_outcomes_are_those_of_messages_alone(program, capacity, data):
     num_ranks, steps = program
     job, plain = Job(num_ranks, capacity), Negotiation(num_ranks)
     for step in steps:
         found, expected = [], []
         for cycle in step:
+            job.asking = data.draw(st.sets(st.integers(0, 3), max_size=1))
+            job.recording = data.draw(st.sets(st.integers(0, 3), max_size=1))
             found += job.cycle(cycle)
             expected += plain.advance(cycle)
-        for _ in range(40):  # a request that only some ranks have is sent as a bit for so long at most
-            found += job.cycle([[]] * num_ranks)
+        job.asking = {0}
+        found += job.cycle([[]] * num_ranks)
         assert sorted(map(facts, found), key=str) == sorted(map(facts, expected), key=str)
         assert job.ranks[0].negotiation.missing_ranks().keys() == plain.missing_ranks().keys()
 
@@ -167,16 +180,19 @@ def test_steps_with_known_requests_need_no_messages_and_equally_many_bytes_on_an
     assert sent == [2 * 40 * 6] * 2  # 1 + 2 * 20 bits
 
 
-def test_a_known_request_that_a_rank_lacks_is_named_after_some_cycles_and_completes_when_it_comes():
+def test_a_known_request_that_a_rank_lacks_is_named_when_a_rank_asks_and_completes_when_it_comes():
     job = Job(3)
     job.cycle([[allreduce()]] * 3)
     job.num_exchanges = 0
     job.cycle([[allreduce()], [], [allreduce()]])
     assert [rank.waiting() for rank in job.ranks] == [(True, False), (False, True), (True, False)]
     assert job.ranks[0].negotiation.missing_ranks() == {}
-    for _ in range(32):
-        assert job.cycle([[]] * 3) == []
-    assert job.num_exchanges == 1
+    assert job.ranks[0].unsent_since_s == 0.0
+    job.asking = {2}
+    assert job.cycle([[]] * 3) == []
+    job.asking = set()
+    assert job.ranks[0].unsent_since_s is None
+    assert [rank.waiting() for rank in job.ranks] == [(True, False), (False, True), (True, False)]
     assert all(rank.negotiation.missing_ranks() == {allreduce().key: (1,)} for rank in job.ranks)
     assert len(job.cycle([[], [allreduce()], []])) == 1
     assert job.num_exchanges == 1
@@ -186,7 +202,7 @@ def test_a_known_request_that_a_rank_lacks_is_named_after_some_cycles_and_comple
 def test_a_rank_that_records_a_timeline_gets_the_requests_of_each_rank():
     job = Job(2)
     job.cycle([[allreduce()]] * 2)
-    job.detailed = {1}
+    job.recording = {1}
     job.num_exchanges = 0
     assert job.cycle([[allreduce()], []]) == []
     assert job.ranks[1].negotiation.missing_ranks() == {allreduce().key: (1,)}
@@ -205,6 +221,7 @@ def test_a_known_request_and_another_of_the_same_name_are_compared_in_the_cycle_
     assert job.cycle(first) == []
     (refused,) = job.cycle(second)
     assert "ranks disagree on the shape of 'x' (rank 0: (3,); rank 1: (4,))" in refused.reason
+    assert all(rank.waiting() == (False, False) for rank in job.ranks)
     assert len(job.cycle([[allreduce()]] * 2)) == 1
 
 
@@ -242,8 +259,11 @@ def test_a_request_that_a_rank_lacks_is_named_while_others_are_agreed_in_every_c
     job = Job(2)
     job.cycle([[allreduce("stalled"), allreduce("busy")]] * 2)
     job.cycle([[allreduce("stalled")], []])
-    for _ in range(32):
+    for _ in range(3):
         assert len(job.cycle([[allreduce("busy")]] * 2)) == 1
+    assert job.ranks[0].unsent_since_s is not None  # by which its engine asks
+    job.asking = {0}
+    job.cycle([[]] * 2)
     assert job.ranks[0].negotiation.missing_ranks() == {allreduce("stalled").key: (1,)}
 
 
