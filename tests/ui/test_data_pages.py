@@ -404,8 +404,7 @@ def test_a_person_goes_from_a_class_to_a_sample_and_its_models(ui, page):
     page.get_by_role("region", name="Histogram of label").locator("..").get_by_text("As a table").click()
     page.get_by_role("table", name="label, all samples").get_by_role("link").nth(1).click()
     page.wait_for_url("**/samples/train?where=label*")
-    page.locator(".grid img").first.wait_for()
-    assert page.evaluate("document.querySelector('.grid img').naturalWidth") > 0
+    page.wait_for_function("document.querySelector('.grid img')?.naturalWidth > 0")  # 0 until it has arrived
     page.get_by_label("Sort by").fill("key desc")
     page.get_by_label("Sort by").press("Enter")
     page.wait_for_url("**order=key*")
