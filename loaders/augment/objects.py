@@ -41,6 +41,8 @@ class ObjectConfig:
         num_keypoints: keypoints of an object; None: taken from the type of the column.
         flip_pairs: keypoints that change places at a flip, as pairs of numbers from 0, such as the left eye and the
             right eye. Required if keypoints are flipped; () if none do.
+        fit_to_masks: with masks of objects, boxes are those around the pixels that the output shows, and an object
+            without any is dropped. Otherwise a window can show a corner of a box in which there is nothing of it.
 
     Raises:
         ConfigError: a value is out of range.
@@ -52,6 +54,7 @@ class ObjectConfig:
     on_bad: OnBadBox = "drop"
     num_keypoints: int | None = None
     flip_pairs: tuple[tuple[int, int], ...] | None = None
+    fit_to_masks: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_visible <= 1:
@@ -231,6 +234,16 @@ def draw_masks(
             raise BadSampleError(f"the run lengths of an object are not valid: {error}") from error
         mask[...] = whole[view.nearest(view.width, view.height)]
     return has_mask, masks
+
+
+def boxes_of_masks(masks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Return the boxes around the pixels of masks, `uint8[n, height, width]`: `float32[n, 4]`; zeros for none."""
+    ends = []
+    for axis in (1, 2):  # columns, then rows
+        is_seen = masks.max(axis=axis, initial=0) > 0
+        first, last = is_seen.argmax(axis=1), is_seen.shape[1] - is_seen[:, ::-1].argmax(axis=1)
+        ends.append(np.stack([first, last], axis=1) * is_seen.any(axis=1)[:, None])
+    return np.stack(ends, axis=2).reshape(-1, 4).astype(np.float32)
 
 
 def draw_polygons(polygons: Sequence[Any], view: View, mask: npt.NDArray[np.bool_]) -> None:

@@ -21,6 +21,7 @@ from datasvc.loaders.augment.mosaic import Mosaics
 from datasvc.loaders.augment.objects import (
     ObjectConfig,
     View,
+    boxes_of_masks,
     find_bad_boxes,
     map_boxes,
     map_keypoints,
@@ -102,6 +103,8 @@ class AnnotationColumns:
             if objects is not None:
                 raise ConfigError("objects is given without boxes=, keypoints= or polygons=, whose settings it has")
             return cls(given["images"], given["masks"])
+        if config.fit_to_masks and polygons is None:
+            raise ConfigError("ObjectConfig(fit_to_masks=True) needs the masks of objects: give polygons=")
         for column in filter(None, (boxes, keypoints, polygons)):
             check_column(samples, column)
             types = _types(samples, column)
@@ -269,8 +272,9 @@ def collect_objects(
     joined |= {name: [np.empty(shape, np.float32)] for name, shape in shapes.items()}
     if columns.polygons:
         joined["masks"] = [np.empty((0, *frame), np.uint8)]
-    for index, objects in rows:
+    for index, collected in rows:
         if index not in found.bad:
+            objects = _fit(collected, columns.objects) if columns.objects.fit_to_masks else collected
             objects["samples"] = np.full(len(objects["numbers"]), index, np.int64)
             if columns.polygons:
                 objects["masks"] = _pad(objects["masks"], frame)
@@ -308,6 +312,15 @@ def _mosaic_objects(
                 masks[:, tile.rows, tile.columns] = objects["masks"][:, tile.source_rows, tile.source_columns]
                 objects["masks"] = masks
             yield index, objects | {"origins": np.full(len(objects["numbers"]), tile.source, np.int64)}
+
+
+def _fit(objects: dict[str, npt.NDArray[Any]], config: ObjectConfig) -> dict[str, npt.NDArray[Any]]:
+    """Return objects with the boxes of their masks; see `ObjectConfig.fit_to_masks`."""
+    boxes = boxes_of_masks(objects["masks"])
+    sides = boxes[:, 2:] - boxes[:, :2]
+    is_kept = (sides > 0).all(axis=1) & (sides >= config.min_side).all(axis=1)
+    fitted = objects | ({"boxes": boxes} if "boxes" in objects else {})
+    return {name: values[is_kept] for name, values in fitted.items()}
 
 
 def _pad(masks: npt.NDArray[Any], frame: tuple[int, int]) -> npt.NDArray[Any]:

@@ -105,8 +105,11 @@ class AnnotatedSource(ListedSource):
         if POLYGONS in columns:
             columns[POLYGONS] = [_scale(polygons, across, down) for polygons in columns[POLYGONS]]
         if MASK_RUNS in columns:
-            sizes = (width, height, header.width, header.height)
-            columns[MASK_RUNS] = [runs and scale_runs(runs, *sizes) for runs in columns[MASK_RUNS]]
+            # Until now with the size of their mask, which may be another one than that of the annotation.
+            columns[MASK_RUNS] = [
+                [] if mask is None else scale_runs(mask[0], mask[1], mask[2], header.width, header.height)
+                for mask in columns[MASK_RUNS]
+            ]
         if BOX_AREA in columns:
             columns[BOX_AREA] = [area * across * down for area in columns[BOX_AREA]]
         return file._replace(values=(_scale(annotation.boxes, across, down), *columns.values()))

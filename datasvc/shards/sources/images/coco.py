@@ -184,7 +184,7 @@ def _annotate(
             points = [float(value) for value in annotation.get("keypoints") or [0.0] * 3 * num_keypoints]
             segmentation = annotation.get("segmentation")
             polygons = _polygons(segmentation)
-            runs = _runs(segmentation, *size) if isinstance(segmentation, dict) else []
+            runs = _runs(segmentation, *size) if isinstance(segmentation, dict) else None
         except (KeyError, TypeError, ValueError, OverflowError):
             reason = f"its annotation {number} has no valid bbox, category, keypoints, polygons or run lengths"
             return Annotation([], columns, None, reason)
@@ -200,12 +200,15 @@ def _annotate(
     return Annotation(boxes, columns, (int(size[0] or 1), int(size[1] or 1)))
 
 
-def _runs(segmentation: Mapping[str, Any], width: Any, height: Any) -> list[int]:
-    """Return the run lengths of an object. Raises ValueError: they are not those of its image."""
-    runs, *size = parse_runs(segmentation)
-    if size != [width, height]:
-        raise ValueError(f"run lengths are of {size}, and the image has {width}x{height} pixels")
-    return runs
+def _runs(segmentation: Mapping[str, Any], width: Any, height: Any) -> tuple[list[int], int, int]:
+    """Return the run lengths of an object, and width and height of their mask.
+
+    Raises ValueError: the mask has another shape than the image. Of another size, it shows the whole image.
+    """
+    runs, across, down = parse_runs(segmentation)
+    if abs(across * height - down * width) > max(across, down, width, height):
+        raise ValueError(f"run lengths are of {across}x{down} pixels, and the image has {width}x{height}")
+    return runs, across, down
 
 
 def _polygons(segmentation: Any) -> list[list[float]]:
