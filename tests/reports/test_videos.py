@@ -13,6 +13,7 @@ from datasvc.errors import BadSampleError
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.shards.video.video_file import decode_frames, read_video_header
+from tests.shards.video.test_video_file import noise
 from tests.support.videos import decode_all, make_video, packets_of, video
 
 
@@ -170,3 +171,32 @@ def test_videos_of_which_a_table_has_only_the_paths_are_named(tmp_path):
     pq.write_table(table, tmp_path / "clips.parquet")
     with pytest.raises(BadSampleError, match=r"column 'clip': only the path 'b.webm' is stored, no bytes"):
         ingest(Repository.create(str(tmp_path / "repo")), str(tmp_path / "clips.parquet"), "clips")
+
+
+def read_share(content, number):
+    """The share of a file that is read for one frame, after a check that it is the right one."""
+    view, read = np.frombuffer(content, np.uint8), np.zeros(len(content), np.bool_)
+
+    def note(part, _):
+        start = part.ctypes.data - view.ctypes.data
+        read[start : start + len(part)] = True
+        return part
+
+    ((_, pixels),) = decode_frames(view, read_video_header(content).frame_index, [number], note)
+    np.testing.assert_array_equal(pixels, decode_all(content)[number])
+    return read.mean()
+
+
+def test_an_index_at_the_end_of_a_file_is_found_without_reading_the_file():
+    """google/ExoPlayer#2695, Vanilagy/mediabunny#323: a player read all of an MP4 whose index is at its end."""
+    content = make_video("mpeg4", "mp4", frames=96, size=(320, 240), draw=lambda *_: noise(320, 240))
+    assert content.index(b"moov") > content.index(b"mdat")
+    assert read_share(content, 90) < 0.25
+
+
+def test_a_matroska_file_without_cues_has_the_right_frames():
+    """google/ExoPlayer#11163, LadybirdBrowser/ladybird#7189: such a file, of a recording, could not be sought in."""
+    content = make_video("mpeg4", "matroska", frames=60, muxer={"live": "1"})
+    assert b"\x1cS\xbbk" not in content  # the id of cues
+    for number in (5, 30, 59):
+        assert read_share(content, number) <= 1

@@ -96,15 +96,18 @@ def make_video(
     colours=None,
     gop=12,
     flags="",
+    muxer=None,
 ):
     """Return an encoded file. `draw(number, width, height)` gives its pictures, `colours` is (space, range).
 
-    `flags` are those of MP4 in FFmpeg.
+    `flags` are those of MP4 in FFmpeg, `muxer` other options of its writer of the container.
     """
     av.logging.set_level(av.logging.PANIC)
     stream_file = io.BytesIO()
     rng = np.random.default_rng(0)
-    with av.open(stream_file, "w", format=container, options={"movflags": flags} if flags else {}) as output:
+    with av.open(
+        stream_file, "w", format=container, options=({"movflags": flags} if flags else {}) | (muxer or {})
+    ) as output:
         stream = output.add_stream(codec, rate=FPS, options=options or {})
         stream.width, stream.height, stream.pix_fmt = *size, pixels
         context = stream.codec_context
