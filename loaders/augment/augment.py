@@ -67,6 +67,7 @@ class AugmentConfig:
         mosaic: probability of a mosaic in training: the output shows parts of four images, its own sample's and those
             of its group, with their objects and masks. Groups are positions 0..3, 4..7 and so on, so `batch_size`
             must be a multiple of 4. Only for loaders with objects or masks.
+        mosaic_epochs: number of the first epochs, which have mosaics; None: all. Often the last ones have none.
         transform: function for training and evaluation. Any thread may call it, once per image. Its arguments are the
             cropped and flipped `uint8[size, size, 3]`, and a random generator, see `generators`. It returns an array
             of the same shape and dtype, which may be its argument.
@@ -85,6 +86,7 @@ class AugmentConfig:
     resize: int | None = None
     evaluation: Evaluation = "torchvision"
     mosaic: float = 0.0
+    mosaic_epochs: int | None = None
     transform: Transform | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +97,8 @@ class AugmentConfig:
         for name in ("flip", "mosaic"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a probability, 0 to 1")
+        if self.mosaic_epochs is not None and self.mosaic_epochs < 0:
+            raise ConfigError(f"mosaic_epochs is {self.mosaic_epochs}; expected 0 or more, or None for all epochs")
         for name in ("brightness", "contrast", "saturation"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")

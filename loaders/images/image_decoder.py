@@ -51,7 +51,7 @@ from datasvc.shards import Shard
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.schema import HEIGHT, LABEL, WIDTH
 
-_SQUARE_SETTINGS: Final = {"scale", "ratio", "resize", "evaluation", "mosaic"}  # of `AugmentConfig`
+_SQUARE_SETTINGS: Final = {"scale", "ratio", "resize", "evaluation", "mosaic", "mosaic_epochs"}  # of `AugmentConfig`
 _RESIZE_RATIO = 256 / 224  # of the shorter side before the centre crop to the crop's side, as usual for ImageNet
 
 
@@ -378,6 +378,7 @@ class ImagePlan:
         if not self.training or not self.augment.mosaic:
             return None
         is_sample = batch.mask if batch.masked is None else batch.mask | batch.masked
+        epochs = self.augment.mosaic_epochs
         return plan_mosaics(
             batch.positions,
             is_sample,
@@ -385,7 +386,7 @@ class ImagePlan:
             seed=self.seed,
             epoch=batch.epoch,
             size=self.side,
-            probability=self.augment.mosaic,
+            probability=self.augment.mosaic if epochs is None or batch.epoch < epochs else 0.0,
         )
 
     def edit(self, batch: SampleBatch, num_images: int = 1) -> Edit | None:

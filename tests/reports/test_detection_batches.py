@@ -48,6 +48,23 @@ def test_boxes_of_a_mosaic_have_something_of_their_object(repository):
     assert sizes == {(False, False), (False, True), (True, True)}
 
 
+def test_the_last_epochs_have_no_mosaics_also_after_a_resume(repository):
+    """ultralytics/ultralytics#25762, Megvii-BaseDetection/YOLOX#85: mosaics in epochs that should have none."""
+    split, counts, states = corners(repository, 8), [], []
+    config = AugmentConfig(mosaic=1, mosaic_epochs=2)
+    with load(split, augment=config) as loader:
+        for _ in range(4):
+            batches = list(loader)
+            counts.append(sum(len(set(each)) for batch in batches for each in batch.mosaics.sources.tolist()))
+            states.append(loader.state_dict())
+    assert counts == [32, 32, 8, 8]
+    for number, state in enumerate(states[:3]):
+        with load(split, augment=config) as loader:
+            loader.load_state_dict(state)
+            found = [set(each) for batch in loader for each in batch.mosaics.sources.tolist()]
+        assert sum(map(len, found)) == counts[number + 1]
+
+
 def test_objects_that_a_crop_leaves_without_a_pixel_go_if_the_user_says_so(repository):
     """facebookresearch/Mask2Former#215, albumentations-team/albumentations#745: empty masks spoil a training."""
     split, crops = corners(repository, 24), AugmentConfig(scale=(0.1, 0.2), ratio=(1, 1))

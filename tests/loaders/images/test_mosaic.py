@@ -13,6 +13,7 @@ from datasvc.loaders import (
     DecodeConfig,
     Fit,
     ImageLoader,
+    Masked,
     ObjectConfig,
     OrderConfig,
     PixelFormat,
@@ -197,6 +198,18 @@ def test_a_bad_sample_is_black_and_without_objects_in_all_mosaics(shared):
         assert not set(target["origins"].tolist()) & batch.bad.keys()
 
 
+def test_masked_samples_are_black_in_the_mosaics_of_others(split):
+    with make(split, augment=dataclasses.replace(MOSAIC, mosaic=1.0), masked=Masked(((0, 1, 2),))) as loader:
+        batch = next(iter(loader))
+    index = batch.positions.tolist().index(1)
+    assert not batch.images[index].any()
+    for other in range(4):
+        tiles = {tile.source: tile for tile in batch.mosaics.tiles(other)}
+        assert len(tiles) == (1 if other == index else 4)
+        assert not batch.images[other, :, tiles[index].rows, tiles[index].columns].any()
+        assert index not in batch.targets[other]["origins"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -225,5 +238,7 @@ def test_a_run_that_continues_inside_of_a_group_is_refused(split):
 def test_a_wrong_probability_and_a_mosaic_of_videos_are_refused(split):
     with pytest.raises(ConfigError, match="mosaic is 2; expected a probability"):
         AugmentConfig(mosaic=2)
+    with pytest.raises(ConfigError, match="mosaic_epochs is -1"):
+        AugmentConfig(mosaic_epochs=-1)
     with pytest.raises(ConfigError, match="has a mosaic"):
         VideoLoader(split, batch_size=4, training=True, frames=2, augment=AugmentConfig(mosaic=0.5))

@@ -167,7 +167,9 @@ EXCLUDED = {
     AudioAugment: dict.fromkeys(
         ("time_mask", "freq_mask"), "--time-masks and --freq-masks change how much is masked"
     ),
-    AugmentConfig: {"mosaic": "the program classifies images; a mosaic is for objects and masks"},
+    AugmentConfig: dict.fromkeys(
+        ("mosaic", "mosaic_epochs"), "the program classifies images; a mosaic is for objects and masks"
+    ),
     DataRanks: {"rank": _RANKS, "world_size": _RANKS},
     DecodeGroup: {
         "patience": "its default delays a job by an eighth at most",
