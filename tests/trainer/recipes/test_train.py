@@ -751,10 +751,10 @@ def test_activations_in_host_memory_change_no_bit_of_a_run(repository):
 
 def test_a_tuned_run_reports_what_it_chose_for_each_epoch_and_learns_the_same_weights(repository, capsys):
     settings = {"epochs": 3, "batch_size": 8, "decode_threads": 1, "prefetch": 1, "decode": "cpu"}
-    run(repository, "untuned", **settings)
+    run(repository, "loader-untuned", **settings)
     capsys.readouterr()
-    events = run(repository, "tuned", capsys, tune_loader=True, **settings)
+    events = run(repository, "loader-tuned", capsys, tune_loader=True, **settings)
     chosen = [event for event in events if event["event"] == "loader"]
     assert [event["step"] for event in chosen] == [41, 82]  # none after the last epoch
     assert all(event["num_threads"] >= 1 and event["prefetch"] >= 1 and event["reason"] for event in chosen)
-    assert equal_weights(repository, "untuned", "tuned")
+    assert equal_weights(repository, "loader-untuned", "loader-tuned")
