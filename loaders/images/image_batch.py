@@ -124,6 +124,22 @@ class ImageBatch(Shown, Batch[A]):
         return targets
 
     @property
+    def padding(self) -> A:
+        """Where `images` are padding: `bool[n, height, width]`, on their device, as models with attention take it."""
+        images = cast("Any", self.images)
+        is_planar = self.display is None or self.display.pixels.layout == "NCHW"
+        height, width = images.shape[2:] if is_planar else images.shape[1:3]
+        sizes = np.array([[height, width]]) if self.sizes is None else self.sizes
+        below = np.arange(height) >= sizes[:, :1]
+        beside = np.arange(width) >= sizes[:, 1:]
+        found: Any = np.zeros((len(images), height, width), np.bool_) | below[:, :, None] | beside[:, None, :]
+        if isinstance(images, np.ndarray):
+            return cast("A", found)
+        import torch
+
+        return cast("A", torch.from_numpy(found).to(images.device))
+
+    @property
     def unpadded(self) -> list[A]:
         """The images one by one, without the padding of `Fit`; they are views of `images`."""
         images = cast("Any", self.images)

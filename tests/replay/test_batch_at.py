@@ -15,6 +15,7 @@ from datasvc.loaders import (
     AugmentConfig,
     DataRanks,
     DecodeConfig,
+    Fit,
     ImageLoader,
     MelConfig,
     Mixture,
@@ -127,15 +128,23 @@ def test_tokens_are_replayed(blocks):  # noqa: F811
             equal(seen[step][rank], batch_at(blocks.repository, "tokens@1", step, rank=rank).batch)
 
 
-def test_boxes_masks_and_several_images_are_replayed(tmp_path):
+SHAPES = {
+    "square": FAST,
+    "fit": {**FAST, "size": Fit(shorter=(40, 56), longer=90, multiple=8), "augment": AugmentConfig(hue=0.1)},
+    "mosaic": {**FAST, "augment": AugmentConfig(scale=(0.5, 1.0), mosaic=0.7, mosaic_epochs=1)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_boxes_masks_and_several_images_are_replayed(tmp_path, shape):
     repository = Repository.create(str(tmp_path / "repo"))
     scenes = write(repository, "scenes", [sample(seed) for seed in range(12)])
     objects = ObjectConfig(("box_labels",), min_visible=0.3, num_keypoints=2, flip_pairs=((0, 1),))
     columns = {"images": ("image", "half"), "masks": ("seg",), "boxes": "boxes", "keypoints": "keypoints"}
 
     def make(ranks, masked):
-        settings = {"batch_size": 3, "training": True, "ranks": ranks, "masked": masked}
-        return ImageLoader(scenes, objects=objects, **columns, **settings, **FAST)
+        settings = {"batch_size": 4, "training": True, "ranks": ranks, "masked": masked}
+        return ImageLoader(scenes, objects=objects, **columns, **settings, **SHAPES[shape])
 
     seen = train(repository, "detector", make, steps=3, world_size=2)
     for step in range(1, 4):

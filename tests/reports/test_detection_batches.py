@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders import AugmentConfig, DataRanks, Fit, ImageLoader, ObjectConfig
@@ -121,6 +122,9 @@ def test_sizes_of_a_padded_batch_do_not_count_what_rounds_it_up(repository):
     for image, size, key in zip(batch.images, batch.sizes.tolist(), batch.keys, strict=True):
         assert tuple(size) == shapes[int(key)]
         assert (image > 0).sum() == 3 * 50 * 40
+    assert torch.equal(batch.padding, batch.images[:, 0] == 0)
+    with ImageLoader(split, batch_size=2, training=False, size=32, ranks=DataRanks()) as loader:
+        assert not next(loader.numpy()).padding.any()
 
 
 def annotated(repository, root, segmentation, **fields):
