@@ -90,8 +90,8 @@ def test_a_tokenizer_makes_text_of_json_lines(examples):
 def test_no_source_and_no_format_is_without_an_example(examples):
     shown = {path.name for path in examples.iterdir() if path.is_dir()}
     assert shown == {*FORMAT_OF, "manifest", "text-lines"}
-    # Of scenes, sounds and videos, the pages and examples/detection.py make examples.
-    elsewhere = {"coco", "yolo", "voc", "audio-folder", "video-folder"}
+    # Of scenes, sounds, videos and chats, the pages and examples/detection.py make examples.
+    elsewhere = {"coco", "yolo", "voc", "audio-folder", "video-folder", "chats"}
     assert {*FORMAT_OF.values(), "manifest"} | elsewhere == {*FORMATS}
 
 

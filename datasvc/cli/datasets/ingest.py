@@ -55,9 +55,9 @@ ClassesOption = Annotated[
     "shards.sources.common.options.SourceOptions",
     "shards.ingestion.options.IngestSettings",
     in_order="source name repo format split key key_prefix label_column as_text as_bytes first_frame manifest "
-    "classes ground_truth synsets tokenizer block_tokens text shard_size compress_columns max_side quality "
-    "keep_order seed val_fraction limit on_bad decode_check duplicates append on_common on_split_overlap workers "
-    "engine dry_run message as_json",
+    "classes ground_truth synsets tokenizer chat_template block_tokens text shard_size compress_columns max_side "
+    "quality keep_order seed val_fraction limit on_bad decode_check duplicates append on_common on_split_overlap "
+    "workers engine dry_run message as_json",
     **{name: typer.Option() for name in ("keep_order", "decode_check", "append")},  # with --no-
 )
 def ingest(

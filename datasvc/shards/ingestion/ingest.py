@@ -60,7 +60,7 @@ from datasvc.threads import count_processors
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
 # Source options that hold a path or URL.
-_PATH_OPTIONS: Final = frozenset({"manifest", "ground_truth", "synsets", "tokenizer"})
+_PATH_OPTIONS: Final = frozenset({"manifest", "ground_truth", "synsets", "tokenizer", "chat_template"})
 # Part of the journal's name. Increase it when planning changes, so that no ingest continues shards of another plan.
 PLAN_FORMAT = 1
 

@@ -43,7 +43,8 @@ from datasvc.shards.versions.version_entry import (
 
 LEFT_OUT: Final = "left_out"
 _OPTIONS_OF_ONE_SOURCE: Final = frozenset(
-    {"format", "split", "manifest", "ground_truth", "synsets", "tokenizer", "key_prefix", "seed", "limit", "on_bad"}
+    {"format", "split", "manifest", "ground_truth", "synsets", "tokenizer", "chat_template"}
+    | {"key_prefix", "seed", "limit", "on_bad"}
 ) | {VAL_FRACTION}
 # Number of newest entries that are searched for the id.
 _SEARCHED_ENTRIES: Final = 64

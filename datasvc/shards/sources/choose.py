@@ -52,6 +52,7 @@ _CLASSES: Final = {
     "mds": "mds.mds.MdsSource",
     "numpy": "arrays.numpy_files.NumpySource",
     "tokens": "text.tokens.TokenSource",
+    "chats": "text.chat.ChatSource",
 }
 FORMATS: Final = tuple(_CLASSES)
 _FORMAT_HINT: Final = f"choose it with --format: {', '.join(FORMATS)}"
@@ -97,6 +98,7 @@ _FORMATS_OF_OPTION: Final = {
     "ground_truth": ("imagenet",),
     "synsets": ("imagenet",),
     "tokenizer": ("tokens",),
+    "chat_template": ("chats",),
     "block_tokens": ("tokens",),
     "text": ("tokens",),
     "first_frame": ("image-folder",),
@@ -124,6 +126,8 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
     # An option may select another reader of the same files.
     if format_name in _FOLDERS and options.manifest is not None:
         format_name = "manifest"
+    if format_name == "json-lines" and options.chat_template is not None:
+        format_name = "chats"
     if format_name == "json-lines" and options.tokenizer is not None:
         format_name = "tokens"
     if format_name not in _CLASSES:

@@ -16,6 +16,7 @@ from tests.samples import jpeg
         ("ground_truth", "nofile", "imagenet"),
         ("synsets", "nofile", "imagenet"),
         ("tokenizer", "nofile", "tokens"),
+        ("chat_template", "nofile", "chats"),
         ("block_tokens", 512, "tokens"),
         ("text", "content", "tokens"),
         ("key", "id", "parquet and arrow and csv and .*"),

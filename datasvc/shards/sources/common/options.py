@@ -29,6 +29,8 @@ class SourceOptions:
         synsets: for ImageNet validation: URL of the synset list of the devkit as a text file (not `meta.mat`), one
             synset per line in the order of the ILSVRC ids.
         tokenizer: for text: URL of the Hugging Face `tokenizer.json` that makes the tokens.
+        chat_template: for JSON lines of conversations: URL of the folder of a Hugging Face tokenizer with a chat
+            template, which makes tokens and a loss mask of the column "messages".
         block_tokens: for text: tokens per block.
         text: for text: column of JSON lines that holds the text to tokenize.
         label: column that holds the labels, as whole numbers, booleans or class names; None: the column "label", or
@@ -50,6 +52,7 @@ class SourceOptions:
     ground_truth: str | None = None
     synsets: str | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     block_tokens: int = 1024
     text: str = "text"
     key_prefix: str = ""

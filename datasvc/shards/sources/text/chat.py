@@ -1,5 +1,7 @@
 """Chat data: messages become tokens by the template of a tokenizer's folder, and a mask of what the assistant says.
 
+Each line of the source of JSON lines is a conversation, a sample: a document of the packs of `TokenLoader`.
+
 A folder of Hugging Face has `tokenizer.json`, and a Jinja template in `chat_template.jinja` or as `chat_template` of
 `tokenizer_config.json`. The template runs in Jinja's sandbox. The tokens of an assistant's message are found by
 rendering the messages before it too, with the prompt of a generation, so the template needs no marks of its own.
@@ -7,19 +9,31 @@ rendering the messages before it too, with the prompt of a generation, so the te
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.extras import explain_missing
+from datasvc.printable import count_text
+from datasvc.repository.objects.objects import Digest, digest_of
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
+from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.files import FileReader
-from datasvc.shards.sources.text.tokens import load_tokenizer
+from datasvc.shards.sources.common.listing import list_files
+from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
+from datasvc.shards.sources.text.documents import LINES, DocumentRange, check_column, read_values
+from datasvc.shards.sources.text.tokens import TOKENIZER, TOKENS, choose_token_type, load_tokenizer, plan_parts
 
+MESSAGES, COUNTED = "messages", "counted"
 _ASSISTANT: Final = "assistant"
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -29,6 +43,10 @@ class ChatTemplate:
 
     Args:
         folder: URL of the folder.
+
+    Attributes:
+        digest: of the tokenizer, the template and the special tokens: of all that decides the tokens.
+        schema: of samples of conversations: `key`, `tokens`, and `counted`, a Boolean for each token.
 
     Raises:
         ConfigError: the tokenizer or the template is not valid, there is no template, or a package is missing.
@@ -67,6 +85,11 @@ class ChatTemplate:
         self._special = {
             name: token["content"] if isinstance(token, dict) else token for name, token in special.items() if token
         }
+        tokenizer_digest = digest_of(content)
+        self.digest: Digest = digest_of(json.dumps([tokenizer_digest, text, self._special]).encode())
+        columns = [(KEY, pa.string()), (TOKENS, pa.list_(choose_token_type(self._tokenizer)))]
+        fields = [pa.field(name, kind, nullable=False) for name, kind in [*columns, (COUNTED, pa.list_(pa.bool_()))]]
+        self.schema = pa.schema(fields, metadata={TOKENIZER: tokenizer_digest.encode()})
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
         """Return the tokens of a conversation, and which of them the assistant says: `uint32[n]`, `bool[n]`.
@@ -81,9 +104,17 @@ class ChatTemplate:
             BadSampleError: there are no messages, the template refuses them, or changes earlier messages when later
                 ones follow, so that those of the assistant are not found.
         """
-        if not messages or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+        if (
+            not isinstance(messages, Sequence)
+            or not messages
+            or not all(isinstance(each, Mapping) and "role" in each for each in messages)
+        ):
             raise BadSampleError(f"messages are {str(messages)[:80]!r}; expected a list of objects with a role")
         text = self._render(messages)
+        try:
+            text.encode()  # JSON may escape half of a surrogate pair, which is not Unicode
+        except UnicodeEncodeError as error:
+            raise BadSampleError(f"is not Unicode text: {error}") from error
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         counted = np.zeros(len(starts), np.bool_)
@@ -104,6 +135,89 @@ class ChatTemplate:
             return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._special)
         except (self._errors, TypeError, ValueError, KeyError) as error:
             raise BadSampleError(f"the chat template refuses the messages: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSource(FileSource):
+    """A source of JSON lines with a column `messages`; each line is a sample with the key `FILE@OFFSET`.
+
+    Attributes:
+        template_url: URL of the folder of the tokenizer and its template.
+        template_digest: see `ChatTemplate.digest`.
+    """
+
+    kind: ClassVar[str] = "chats"
+
+    template_url: str
+    template_digest: Digest
+
+    @classmethod
+    def list(cls, url: str, options: SourceOptions | None = None) -> ChatSource:
+        """List the source, and load the template. Raises what `FileSource.list` and `ChatTemplate` raise."""
+        options = options or SourceOptions()
+        if options.chat_template is None:
+            raise ConfigError("chats need a chat template; expected the URL of the folder of a tokenizer")
+        template = ChatTemplate(options.chat_template)
+        listed = list_files(url)
+        files = [file for file in listed if file.extension in LINES]
+        if not sum(file.size_bytes for file in files):
+            raise NotFoundError(
+                f"cannot ingest {redact_url(url)}: no conversations in its {count_text(len(listed), 'file')}; "
+                "expected .jsonl"
+            )
+        check_column(FileReader(url), DocumentRange(files[0].name, files[0].path), MESSAGES)
+        return cls(
+            url=url,
+            schema=template.schema,
+            parts=plan_parts(files, options),
+            ignored=listed.unused(files),
+            template_url=options.chat_template,
+            template_digest=template.digest,
+        )
+
+    def fingerprint(self) -> Digest:
+        """Return a digest of the listing and of what decides the tokens."""
+        return self._digest([self.template_digest, [asdict(part) for part in self.parts]])
+
+    def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield the conversations of a part; see `StreamedSource.read`."""
+        template = _load_template(self.template_url, self.template_digest)
+        samples: list[tuple[str, Any, Any]] = []
+        size_bytes = 0
+        for piece in part.where["pieces"]:
+            for name, messages in read_values(FileReader(self.url), DocumentRange(**piece), MESSAGES):
+                try:
+                    if isinstance(messages, BadSampleError):
+                        raise messages
+                    tokens, counted = template.encode(messages)
+                except BadSampleError as error:
+                    yield BadSample(part.split, name, str(error))
+                    continue
+                sample_bytes = len(name) + tokens.nbytes + counted.nbytes
+                if samples and (size_bytes + sample_bytes > BATCH_BYTES or len(samples) == BATCH_SAMPLES):
+                    yield self._batch(samples)
+                    samples, size_bytes = [], 0
+                samples.append((name, tokens, counted))
+                size_bytes += sample_bytes
+        if samples:
+            yield self._batch(samples)
+
+    def _batch(self, samples: Sequence[tuple[str, Any, Any]]) -> pa.RecordBatch:
+        columns = zip(*samples, strict=True)
+        arrays = [pa.array([*column], field.type) for column, field in zip(columns, self.schema, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+# Cached, because a worker reads many parts with the same template.
+@functools.lru_cache(maxsize=1)
+def _load_template(url: str, digest: Digest) -> ChatTemplate:
+    """Load the template of the listing. Raise ConfigError if it is another one now."""
+    template = ChatTemplate(url)
+    if template.digest != digest:
+        raise ConfigError(
+            f"the chat template in {redact_url(url)} has changed since the source was listed; list it again"
+        )
+    return template
 
 
 def _read(folder: str, name: str) -> bytes | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.repository.store.retries import map_exceptions
@@ -82,8 +82,18 @@ def read_documents(
         if extension_of(piece.name) == TEXT:
             yield _read_text(reader, piece)
             return
+        for name, value in read_values(reader, piece, column):
+            yield name, value if isinstance(value, BadSampleError) else _text_of(value, column)
+
+
+def read_values(reader: FileReader, piece: DocumentRange, column: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and value in `column` of each line of a piece; if it cannot be read, its name and the error.
+
+    For names and errors, see `read_documents`.
+    """
+    with map_exceptions("read", reader.location(piece.path)):
         for name, line in _read_lines(reader, piece):
-            yield name, line if isinstance(line, BadSampleError) else _text_of(line, column)
+            yield name, line if isinstance(line, BadSampleError) else _value_of(line, column)
 
 
 def _read_text(reader: FileReader, piece: DocumentRange) -> tuple[str, str | BadSampleError]:
@@ -118,17 +128,23 @@ def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str,
             yield f"{piece.name}@{offset}", BadSampleError(f"the rest of the file does not decompress: {error}")
 
 
-def _text_of(line: bytes, column: str) -> str | BadSampleError:
-    """Return the text of a JSON line, or the error of parsing it."""
+def _value_of(line: bytes, column: str) -> Any:
+    """Return the value of a JSON line, or the error of parsing it."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadSampleError(f"is not JSON: {error}")
     if not isinstance(values, dict):
         return BadSampleError(f"is a JSON {type(values).__name__}; expected an object with {column!r}")
-    text = values.get(column)
+    if column not in values:
+        return BadSampleError(f"has no {column!r}: its columns are {sorted(values)[:10]}")
+    return values[column]
+
+
+def _text_of(text: object, column: str) -> str | BadSampleError:
+    """Return the text in a column, or its error."""
     if not isinstance(text, str):
-        return BadSampleError(f"has no text in {column!r}: its columns are {sorted(values)[:10]}")
+        return BadSampleError(f"has no text in {column!r}")
     try:
         text.encode()  # JSON may escape half of a surrogate pair, which is not Unicode
     except UnicodeEncodeError as error:

@@ -98,15 +98,7 @@ class TokenSource(FileSource):
         first_json = next((file for file in files if file.extension in LINES), None)
         if first_json is not None:
             check_column(FileReader(url), DocumentRange(first_json.name, first_json.path), options.text)
-        # A part has files of one split only, because a block may have documents of several files of its part.
-        splits: dict[str, list[SourceFile]] = {}
-        for file in files:
-            splits.setdefault(split_of_file(file.name, options), []).append(file)
-        parts = [
-            _part(split, pieces, size_bytes, stamp)
-            for split, split_files in splits.items()
-            for pieces, size_bytes, stamp in plan_pieces(split_files, _PART_BYTES)
-        ]
+        parts = plan_parts(files, options)
         schema = _schema(load_tokenizer(content, redact_url(options.tokenizer)), digest, options.block_tokens)
         return cls(
             url=url,
@@ -184,6 +176,19 @@ class TokenSource(FileSource):
         )
 
 
+def plan_parts(files: list[SourceFile], options: SourceOptions) -> list[SourcePart]:
+    """Return the parts of text files and of files of JSON lines; the samples of each are not counted."""
+    # A part has files of one split only, because a block may have documents of several files of its part.
+    splits: dict[str, list[SourceFile]] = {}
+    for file in files:
+        splits.setdefault(split_of_file(file.name, options), []).append(file)
+    return [
+        _part(split, pieces, size_bytes, stamp)
+        for split, split_files in splits.items()
+        for pieces, size_bytes, stamp in plan_pieces(split_files, _PART_BYTES)
+    ]
+
+
 def load_tokenizer(content: bytes, location: str) -> Tokenizer:
     """Load a `tokenizer.json` without its truncation and padding. Raise ConfigError, with `location`."""
     # Worker processes already run in parallel, and the tokenizer's own threads can deadlock after a fork.
@@ -216,13 +221,16 @@ def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) 
     return SourcePart(split, name, size_bytes, None, stamp, {"pieces": [asdict(piece) for piece in pieces]})
 
 
-def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
+def choose_token_type(tokenizer: Tokenizer) -> pa.DataType:
+    """Return `uint16` if every token fits, which takes half the space, else `uint32`."""
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    # `uint16` takes half the space, if every token fits.
-    token_type = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
+    return pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
+
+
+def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
     fields = [
         pa.field(KEY, pa.string(), nullable=False),
-        pa.field(TOKENS, pa.list_(token_type, block_tokens), nullable=False),
+        pa.field(TOKENS, pa.list_(choose_token_type(tokenizer), block_tokens), nullable=False),
         pa.field(LENGTH, pa.int32(), nullable=False),
         pa.field(DOCUMENT_STARTS, pa.list_(pa.int32()), nullable=False),
     ]

@@ -8,7 +8,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import datasvc
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.loaders import TokenLoader
-from datasvc.shards.sources.text.chat import ChatTemplate
+from datasvc.shards.sources import SourceOptions
+from datasvc.shards.sources.text.chat import ChatSource, ChatTemplate
+from datasvc.shards.sources.text.tokens import TOKENIZER
+from tests.cli.command import run
+from tests.shards.sources import reading
+from tests.shards.sources.source_laws import StreamedSourceLaws
 
 TEMPLATE = """{{ bos_token }} {% for message in messages %}{% if loop.index > 99 %}{% break %}{% endif %}
 {% if message.role not in ["user", "assistant"] %}{{ raise_exception("no role " + message.role) }}{% endif %}
@@ -18,13 +23,17 @@ WORDS = ["<bos>", "<user>", "<assistant>", "<end>", "hi", "you", "hello", "there
 CHAT = [("user", "hi you"), ("assistant", "hello there"), ("user", "bye"), ("assistant", "bye bye")]
 
 
+def make_folder(folder, words):
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<bos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": {"content": "<bos>"}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture
 def folder(tmp_path):
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<bos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = {"bos_token": {"content": "<bos>"}, "chat_template": TEMPLATE}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    make_folder(tmp_path, WORDS)
     return tmp_path
 
 
@@ -86,3 +95,86 @@ def test_what_is_no_conversation_and_no_template_is_refused(folder, tmp_path):
         ChatTemplate(str(folder))
     with pytest.raises(NotFoundError, match=r"has no tokenizer\.json"):
         ChatTemplate(str(tmp_path / "repo"))
+
+
+def write_chats(path, chats, **more):
+    path.write_text("".join(json.dumps({"messages": chat(each), **more}) + "\n" for each in chats))
+
+
+class TestChatSource(StreamedSourceLaws):
+    """Conversations of numbers, which the assistant repeats."""
+
+    source = ChatSource
+    key = None
+    is_cut_noticed = False  # as a line that is no JSON, which is a bad sample
+
+    @pytest.fixture(autouse=True)
+    def with_template(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        self.words = [*WORDS, *map(str, range(100))]
+        make_folder(folder, self.words)
+        self.options = {"chat_template": str(folder)}
+
+    def write(self, folder, numbers):
+        write_chats(folder / "a.jsonl", [[("user", "hi"), ("assistant", str(number))] for number in numbers])
+
+    def numbers(self, table):
+        pairs = zip(table["tokens"].to_pylist(), table["counted"].to_pylist(), strict=True)
+        counted = [[self.words[token] for token, flag in zip(*pair, strict=True) if flag] for pair in pairs]
+        assert all(words[1:] == ["<end>"] for words in counted)
+        return [int(words[0]) for words in counted]
+
+    def num_samples(self, source):
+        return reading.read_all(source)[0].num_rows
+
+
+def test_files_of_conversations_become_packs_from_the_command_line(folder, tmp_path):
+    chats = tmp_path / "chats"
+    chats.mkdir()
+    write_chats(chats / "train.jsonl", [CHAT[:count] for count in (2, 4, 2)], source="web")
+    write_chats(chats / "val.jsonl", [[("system", "hi")], CHAT])
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    done = run(
+        "ingest", chats, "chats", "--chat-template", folder, "--on-bad", "skip", DATASVC_REPO=repo.repository.url
+    )
+    assert done.returncode == 6, done.stderr
+    assert "skipped val/val.jsonl@0: the chat template refuses the messages: no role system" in done.stderr
+    splits = repo.dataset("chats")
+    assert {name: len(split) for name, split in splits.items()} == {"train": 3, "val": 1}
+    options = {"pack": "best-fit", "block_tokens": 32, "labels": "within", "loss_mask": "counted", "tail": "short"}
+    with TokenLoader(splits["train"], batch_size=2, training=True, **options) as loader:
+        assert loader.tokenizer
+        labels = [WORDS[label] for batch in loader.numpy() for label in batch.labels[batch.labels >= 0].tolist()]
+    assert sorted(labels) == sorted(["hello", "there", "<end>"] * 3 + ["bye", "bye", "<end>"])
+
+
+def test_lines_that_are_no_conversations_are_named_and_others_are_read(folder, tmp_path):
+    half = chat([("user", "hi \ud800"), ("assistant", "hi")])
+    lines = [
+        "{",
+        json.dumps({"messages": half}),
+        *(f'{{"messages": {value}}}' for value in ("3", "{}", '"hi"', "[]")),
+    ]
+    source = tmp_path / "a.jsonl"
+    source.write_text("\n".join([json.dumps({"messages": chat(CHAT)}), *lines, '{"text": "hi"}']))
+    listed = ChatSource.list(str(source), SourceOptions(chat_template=str(folder)))
+    table, bad = reading.read_all(listed)
+    assert table["key"].to_pylist() == ["a.jsonl@0"]
+    assert len(bad) == 7
+    for each, message in zip(bad, ("JSON", "Unicode", *["list of objects"] * 4, "has no 'messages'"), strict=True):
+        assert message in each.reason
+
+
+def test_another_template_is_another_source(folder, tmp_path):
+    write_chats(tmp_path / "a.jsonl", [CHAT])
+    first, second = (ChatSource.list(str(tmp_path), SourceOptions(chat_template=str(folder))) for _ in range(2))
+    assert first.fingerprint() == second.fingerprint()
+    assert first.schema.metadata[TOKENIZER]
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    assert (
+        ChatSource.list(str(tmp_path), SourceOptions(chat_template=str(folder))).fingerprint() != first.fingerprint()
+    )
+    with pytest.raises(ConfigError, match="has changed since the source was listed"):
+        reading.read_all(first)
+    with pytest.raises(ConfigError, match="chats need a chat template"):
+        ChatSource.list(str(tmp_path))
