@@ -82,16 +82,22 @@ class Mosaics:
             if down[0].stop > down[0].start and across[0].stop > across[0].start:
                 yield Tile(source, down[0], across[0], down[1], across[1])
 
-    def compose(self, images: Any, *, channels_first: bool = False) -> Any:
-        """Return the mosaics of a batch's images or masks: a tensor or an array of the same shape, in new memory."""
-        composed = images.copy() if isinstance(images, np.ndarray) else images.clone()
-        planes: tuple[Any, ...] = (slice(None),) * channels_first
+    def compose(self, images: Any, *, channels_first: bool = False) -> None:
+        """Replace a batch's images or masks, a tensor or an array, by their mosaics in place."""
+        if channels_first:
+            for channel in range(images.shape[1]):
+                self.compose(images[:, channel])
+            return
+        groups: dict[tuple[int, ...], list[int]] = {}
         for index in np.flatnonzero((self.centres < self.size).any(axis=1)).tolist():
-            for tile in self.tiles(index):
-                composed[(index, *planes, tile.rows, tile.columns)] = images[
-                    (tile.source, *planes, tile.source_rows, tile.source_columns)
-                ]
-        return composed
+            groups.setdefault(tuple(np.unique(self.sources[index]).tolist()), []).append(index)
+        for members, outputs in groups.items():
+            # Copy a channel of a group at a time: new memory for a whole batch takes longer than the mosaics.
+            copied = dict(zip(members, images[list(members)], strict=True))
+            for index in outputs:
+                for tile in self.tiles(index):
+                    shown = copied[tile.source][tile.source_rows, tile.source_columns]
+                    images[index, tile.rows, tile.columns] = shown
 
 
 def check_groups(*, batch_size: int, world_size: int, lanes: int, tail: Tail) -> None:

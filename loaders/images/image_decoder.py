@@ -188,8 +188,10 @@ class ImageDecoder:
         if mosaics is not None:
             mosaics = mosaics.without(sorted(objects.bad))
             is_planar = self._display.pixels.layout == "NCHW"
-            filled = [mosaics.compose(each, channels_first=is_planar) for each in filled]
-            shown = {name: mosaics.compose(each) for name, each in shown.items()}
+            for each in filled:
+                mosaics.compose(each, channels_first=is_planar)
+            for each in shown.values():
+                mosaics.compose(each)
         delivered = [self._deliver(each) for each in filled]
         mask = batch.mask
         if bad:
