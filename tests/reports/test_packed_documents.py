@@ -1,17 +1,22 @@
 """What users reported of packing in other tools, with our packs."""
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 import datasvc
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders import TokenLoader
 from datasvc.shards.packing.best_fit import pack_documents
+from datasvc.shards.sources import SourceOptions
+from datasvc.shards.sources.text.chat import ChatSource
+from datasvc.trainer.recipes.models.document_attention import plan_documents
 from datasvc.trainer.recipes.models.gpt import GPT
 
 END = 9
@@ -137,3 +142,35 @@ def test_a_resume_repeats_and_loses_no_document(ingest):
             before = [batch.keys for batch in itertools.islice(loader.numpy(), stop)]
             resumed.load_state_dict(loader.state_dict())
             assert before + [batch.keys for batch in resumed.numpy()] == whole
+
+
+def test_a_mask_of_a_conversation_that_is_cut_holds_in_both_parts(ingest):
+    """huggingface/transformers#34494: a message of the assistant that was cut had a mask of zeros."""
+    batches = read(ingest([[1, 2, 3, 4, 5, 6, 7, 8]], [[0, 0, 0, 1, 1, 1, 1, 1]]), 5, loss_mask="mask")
+    labels = {label for batch in batches for label in batch.labels.reshape(-1).tolist() if label != -100}
+    assert labels == {4, 5, 7, 8}
+
+
+def test_every_token_of_a_batch_is_in_a_document_of_the_attention(ingest):
+    """pytorch/pytorch#186786: tokens after the last bound of `cu_seqlens` gave gradients of NaN."""
+    for documents in ([[1, 2, 3], [4, 5]], [[1]], [[1, 2, 3, 4, 5, 6, 7, 8]]):
+        (batch,) = read(ingest(documents, name=f"d{len(documents)}{len(documents[0])}"), 8)
+        plan = plan_documents(torch.from_numpy(batch.document_ids))
+        bounds = [0, 8] if plan is None else plan.cu_seqlens.tolist()
+        assert bounds == batch.cu_seqlens.tolist()
+        assert bounds[-1] == batch.tokens.size
+
+
+def test_a_template_that_ends_turns_with_the_next_message_is_named(tmp_path):
+    """huggingface/trl#5988: the end of the assistant's turn was in the next message, and models did not stop."""
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
+    template = tmp_path / "chat_template.jinja"
+    options = SourceOptions(chat_template=str(tmp_path))
+    for end, context in (
+        ("</end>", nullcontext()),
+        ("", pytest.warns(RuntimeWarning, match="does not learn to stop")),
+    ):
+        template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}" + end + "{% endfor %}")
+        with context:
+            ChatSource.list(str(tmp_path / "chats.jsonl"), options)

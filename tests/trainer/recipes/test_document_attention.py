@@ -140,6 +140,21 @@ def test_the_kernel_of_a_gpu_gets_documents_as_it_takes_them(monkeypatch):
     assert len(calls) == 2
 
 
+def test_the_kernel_of_a_gpu_gets_no_dropout_and_no_heads_that_are_not_aligned(monkeypatch):
+    """pytorch/pytorch#194818: such heads are wrong results or faults of `varlen_attn`, which does not pad them."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(document_attention, "SDPAParams", lambda *params: params)
+    for flash in (True, False):
+        monkeypatch.setattr(document_attention, "can_use_flash_attention", lambda _, flash=flash: flash)
+        for width, dropout, expected in ((8, 0.0, flash), (12, 0.0, False), (8, 0.1, False)):
+            heads = torch.zeros(5, 3, 2, width, device="cpu")
+            assert document_attention._has_kernel(heads.as_subclass(OnGpu), dropout) is expected
+            assert not document_attention._has_kernel(heads, dropout)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_has_the_same_steps_and_is_not_compiled_again_for_other_documents():
     graphs = []

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 # A document is filled up by a third of its length at most. Larger groups have less calls and more filling.
 _SHORTEST_OF_GROUP: Final = 0.75
+_ALIGNED_CHANNELS: Final = 8
 
 
 @dataclass  # Not frozen: some versions of torch.compile compile again for other values in a frozen one.
@@ -108,7 +109,8 @@ def attend_documents(heads: torch.Tensor, plan: DocumentPlan, dropout: float) ->
 
 def _has_kernel(flat: torch.Tensor, dropout: float) -> bool:
     """Return whether `varlen_attn` can compute `[tokens, 3, heads, head_width]`."""
-    if not flat.is_cuda or dropout:  # it has no dropout, and is flash attention
+    # It is flash attention without dropout, and takes aligned heads only; `scaled_dot_product_attention` pads others.
+    if not flat.is_cuda or dropout or flat.shape[-1] % _ALIGNED_CHANNELS:
         return False
     query, key, value = flat[None].permute(2, 0, 3, 1, 4).unbind(0)
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, False))

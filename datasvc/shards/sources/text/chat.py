@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final, NoReturn
@@ -130,6 +131,18 @@ class ChatTemplate:
                 counted |= (starts >= len(before)) & (starts < len(until))
         return np.array(encoding.ids, np.uint32), counted
 
+    def ends_turns(self) -> bool:
+        """Return whether there is text after what the assistant says, which counts: the end of its turn.
+
+        False for templates that end a turn with the next message: a model that is trained on them does not stop.
+        """
+        content = "I say so."
+        messages = [{"role": "user", "content": "Say so."}, {"role": _ASSISTANT, "content": content}]
+        try:
+            return not self._render(messages).rstrip().endswith(content)
+        except BadSampleError:
+            return True  # not known: the template needs other messages
+
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._special)
@@ -158,6 +171,14 @@ class ChatSource(FileSource):
         if options.chat_template is None:
             raise ConfigError("chats need a chat template; expected the URL of the folder of a tokenizer")
         template = ChatTemplate(options.chat_template)
+        if not template.ends_turns():
+            warnings.warn(
+                f"the chat template in {redact_url(options.chat_template)} writes nothing after an assistant's "
+                "message, so the end of a turn is no target, and a model does not learn to stop: let the template "
+                "write it there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         listed = list_files(url)
         files = [file for file in listed if file.extension in LINES]
         if not sum(file.size_bytes for file in files):

@@ -170,7 +170,7 @@ def test_another_template_is_another_source(folder, tmp_path):
     first, second = (ChatSource.list(str(tmp_path), SourceOptions(chat_template=str(folder))) for _ in range(2))
     assert first.fingerprint() == second.fingerprint()
     assert first.schema.metadata[TOKENIZER]
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} <end> {% endfor %}")
     assert (
         ChatSource.list(str(tmp_path), SourceOptions(chat_template=str(folder))).fingerprint() != first.fingerprint()
     )
