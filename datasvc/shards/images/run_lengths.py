@@ -12,6 +12,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from datasvc.keyed_random import Integers
+
 _MAX_PIXELS: Final = (1 << 31) - 1  # a run length is stored as int32
 
 
@@ -30,7 +32,11 @@ def parse_runs(segmentation: Mapping[str, Any]) -> tuple[list[int], int, int]:
 
 def check_runs(runs: Sequence[int], width: int, height: int) -> None:
     """Raise ValueError unless these are the run lengths of an image of this size."""
-    if min(runs, default=0) < 0 or sum(runs) != width * height or width * height > _MAX_PIXELS:
+    if min(width, height) < 1 or width * height > _MAX_PIXELS:
+        raise ValueError(f"a mask has {width}x{height} pixels; expected 1 to {_MAX_PIXELS}")
+    if min(runs, default=0) < 0:
+        raise ValueError(f"a run length is {min(runs)}; expected 0 or more")
+    if sum(runs) != width * height:
         raise ValueError(f"its run lengths have {sum(runs)} pixels, and its image {width}x{height}")
 
 
@@ -72,8 +78,16 @@ def scale_runs(runs: Sequence[int], width: int, height: int, to_width: int, to_h
     """Return the run lengths of an image that is stored with another size, by the nearest pixels."""
     if (width, height) == (to_width, to_height):
         return list(runs)
-    columns = ((np.arange(to_width) + 0.5) * width / to_width).astype(np.int64)
-    rows = ((np.arange(to_height) + 0.5) * height / to_height).astype(np.int64)
-    # Without the mask of the original size, which a file may name as large as it likes.
+    columns, across = _nearest(width, to_width)
+    rows, down = _nearest(height, to_height)
+    # Search each pixel of the smaller of both sizes once: a file may name either as large as it likes.
     ends = np.array(list(accumulate(runs)), np.int64)
-    return encode_runs(np.searchsorted(ends, columns * height + rows[:, None], side="right") % 2 == 1)
+    mask = np.searchsorted(ends, columns * height + rows[:, None], side="right") % 2 == 1
+    return encode_runs(mask[down[:, None], across])
+
+
+def _nearest(side: int, to_side: int) -> tuple[Integers, Integers]:
+    """Return the pixels of a side that a scaled one shows, ascending, and which of these each of its pixels shows."""
+    nearest = ((np.arange(to_side) + 0.5) * side / to_side).astype(np.int64)
+    shown, indices = np.unique(nearest, return_inverse=True)
+    return shown, indices

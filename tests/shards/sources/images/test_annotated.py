@@ -14,7 +14,7 @@ from datasvc.loaders.augment.objects import View, draw_masks
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export.exporter import export
 from datasvc.shards.format.schema import BOX_CLASSES
-from datasvc.shards.images.run_lengths import decode_runs, encode_runs
+from datasvc.shards.images.run_lengths import decode_runs, encode_runs, scale_runs
 from datasvc.shards.sources.choose import choose_format, open_source
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.images.coco import CocoSource
@@ -293,6 +293,16 @@ def test_run_lengths_follow_a_smaller_image(repository, tmp_path):
     assert np.array_equal(found, blobs(0)[1::2, 1::2])
 
 
+@pytest.mark.parametrize("shape", [(23, 9), (3, 31), (1, 1), (40, 40)])
+def test_run_lengths_of_another_size_are_those_of_the_nearest_pixels(shape):
+    mask = np.random.default_rng(0).random((11, 17)) < 0.5
+    rows, columns = (
+        np.floor((np.arange(to) + 0.5) * of / to).astype(int) for to, of in zip(shape, (11, 17), strict=True)
+    )
+    scaled = scale_runs(encode_runs(mask), 17, 11, shape[1], shape[0])
+    assert np.array_equal(decode_runs(scaled, shape[1], shape[0]), mask[rows[:, None], columns])
+
+
 def test_run_lengths_that_are_not_those_of_the_image_are_bad_samples_in_the_loader(repository):
     sample = {"key": "a", "image": photo(), "boxes": BOXES, "polygons": [[[1.0, 1.0, 9.0, 1.0, 9.0, 9.0]], []]}
     ingest(repository, [{**sample, "mask_runs": [[], [10, 20]]}], "runs")
@@ -385,6 +395,8 @@ def bad_runs(size, counts):
         (bad_runs([HEIGHT, WIDTH], [5, 5]), "run lengths"),
         (bad_runs([HEIGHT, WIDTH], [-5, WIDTH * HEIGHT + 5]), "run lengths"),
         (bad_runs([WIDTH, HEIGHT], [WIDTH * HEIGHT]), "run lengths"),
+        (bad_runs([-HEIGHT, -WIDTH], [WIDTH * HEIGHT]), "run lengths"),
+        (bad_runs([0, 0], []), "run lengths"),
         (
             {"images": [HUGE_IMAGE, GOOD_IMAGE], **bad_runs([HEIGHT * 10**9, WIDTH * 10**9], [24 * 10**20])},
             "run lengths",
