@@ -37,7 +37,7 @@ class Fit:
             `DecodeConfig.prefetch` + 2 batches. With larger ones, it is not created.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range or of another type.
     """
 
     shorter: int | tuple[int, ...] | None = None
@@ -46,10 +46,14 @@ class Fit:
     max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
-        for name, value in (("shorter", self.shorter), ("longer", self.longer), ("multiple", self.multiple)):
-            numbers = value if isinstance(value, tuple) else (value,)
-            if value is not None and not (numbers and all(isinstance(each, int) and each >= 1 for each in numbers)):
-                raise ConfigError(f"{name} is {value!r}; expected pixels, at least 1")
+        for name, value in vars(self).items():
+            may_vary, may_be_none = name == "shorter", name in {"shorter", "longer"}
+            numbers = value if may_vary and isinstance(value, tuple) else (value,)
+            is_valid = numbers and all(isinstance(each, int) and each >= 1 for each in numbers)
+            if not (is_valid or (may_be_none and value is None)):
+                expected = "bytes" if name == "max_bytes" else "pixels"
+                several = ", or a tuple of such numbers" if may_vary else ""
+                raise ConfigError(f"{name} is {value!r}; expected {expected}, an integer of at least 1{several}")
         if self.shorter is not None and self.longer is None:
             raise ConfigError(f"shorter is {self.shorter} without longer, so that images have no largest size")
 

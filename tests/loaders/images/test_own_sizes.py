@@ -234,6 +234,10 @@ def test_wrong_arguments_are_refused(split, options, message):
         ({"longer": 0}, "longer is 0; expected pixels"),
         ({"shorter": (), "longer": 9}, "shorter is \\(\\)"),
         ({"multiple": 1.5}, "multiple is 1.5"),
+        ({"multiple": None}, "multiple is None"),
+        ({"longer": (640,)}, "longer is \\(640,\\)"),
+        ({"shorter": [480, 800], "longer": 900}, "or a tuple of such numbers"),
+        ({"max_bytes": -1}, "max_bytes is -1; expected bytes"),
     ],
 )
 def test_wrong_sizes_are_refused(fields, message):
