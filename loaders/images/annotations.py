@@ -305,6 +305,9 @@ def _mosaic_objects(
             corner = np.array([tile.columns.start, tile.rows.start], np.float32)
             if "boxes" in objects:
                 objects["boxes"] += np.tile(corner, 2)
+                # Far from 0, float32 has fewer digits after the point, so a very thin box may have lost its area.
+                has_area = (objects["boxes"][:, 2:] > objects["boxes"][:, :2]).all(axis=1)
+                objects = {name: values[has_area] for name, values in objects.items()}
             if "keypoints" in objects:
                 objects["keypoints"][..., :2] += corner * (objects["keypoints"][..., 2:] > 0)
             if "masks" in objects:

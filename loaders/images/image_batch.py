@@ -70,8 +70,8 @@ class ImageBatch(Shown, Batch[A]):
         flips: `bool[n]`, whether the output is mirrored.
         num_bad_boxes: boxes that were dropped because they lie outside of their image or have no area.
         sizes: with `size=Fit(...)`, height and width of each image, `int32[n, 2]`, always a NumPy array. The image is
-            at the top left; the rest, up to height and width of `images` and `masks`, is zeros. None: all images
-            have the size of `images`.
+            at the top left; the rest, up to height and width of `images` and `masks`, is zeros. Masked samples, see
+            `Masked`, have the size 0, 0. None: all images have the size of `images`.
         mosaics: with `AugmentConfig(mosaic=)`, which samples of the batch each output shows. `objects` then has
             `origins`, `int64[m]`: index of the sample in the batch whose list has the object. Labels, windows and
             flips are those of the samples themselves.

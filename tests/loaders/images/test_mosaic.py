@@ -120,6 +120,26 @@ def test_objects_are_where_the_picture_shows_them(split):
     assert flips == {False, True}
 
 
+def test_a_box_too_thin_for_its_place_in_the_mosaic_is_dropped(shared):
+    """In float32, a box of 1e-7 pixels has an area at the left edge of an output, and none in the middle."""
+    boxes = [[1e-3, 0.0, 1e-3 + 1e-7, 400.0]]
+    split = write(shared, "thin", [{**outlined(seed), "boxes": boxes, "box_labels": [0]} for seed in range(8)])
+    config = AugmentConfig(scale=(1.0, 1.0), ratio=(0.1, 10.0), flip=0.0, mosaic=0.5)
+    with make(
+        split,
+        augment=config,
+        objects=ObjectConfig(min_visible=0.0),
+        boxes="boxes",
+        masks=(),
+        keypoints=None,
+        polygons=None,
+    ) as loader:
+        batch = next(iter(loader))
+    sides = batch.objects["boxes"][:, 2:] - batch.objects["boxes"][:, :2]
+    assert (sides > 0).all()
+    assert 0 < len(sides) < 8
+
+
 def test_keypoints_follow_their_boxes(split):
     """The first keypoint is the centre of its box, so it is where a box that the tile does not cut has its centre."""
     num_checked = 0
