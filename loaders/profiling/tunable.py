@@ -29,6 +29,7 @@ class TunableLoader(ABC):
     """What `tune` needs of a loader; see `Loader` for its attributes."""
 
     order: OrderConfig
+    _batches: Any
     _cached_stores: list[Any]
     _prefetch: int
     _thread_guard: Any
@@ -73,12 +74,15 @@ class TunableLoader(ABC):
             if self._cached_stores and setting.prefetch > before:  # more batches need more shards at once
                 try:
                     opened = self._open(self.order)
-                except CacheFullError:
+                except BaseException:  # such as a store that cannot be reached
                     self._prefetch = before
                     raise
             self._discard()
             if opened is not None:
-                self._change_order(self.order, *opened)
+                # Not by `_change_order`: the order stays, and so does the ledger, which a running loop needs.
+                for store in self._cached_stores:
+                    store.close()
+                self._cached_stores, self._batches = opened
             self._configure(setting)
 
     def _configure(self, setting: LoaderSetting) -> None:  # noqa: B027 - for loaders whose decoders have settings
@@ -100,9 +104,6 @@ class TunableLoader(ABC):
 
     @abstractmethod
     def _open(self, order: OrderConfig) -> tuple[Any, Any]: ...
-
-    @abstractmethod
-    def _change_order(self, order: OrderConfig, cached_stores: Any, batches: Any) -> None: ...
 
 
 def _limits_of(resources: Resources, now: LoaderSetting) -> LoaderSetting:

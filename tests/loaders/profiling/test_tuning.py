@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache import Cache
+from datasvc.ledger.audit import audit_folders
 from datasvc.loaders import AudioLoader, DecodeConfig, ImageLoader, TokenFormat, TokenLoader, VideoLoader
 from datasvc.loaders.images import image_loader
 from datasvc.loaders.profiling import tunable
@@ -139,6 +140,19 @@ def test_prefetch_that_the_cache_or_the_memory_cannot_hold_is_not_used(digits, m
         assert loader.tune(report(100, bound=0.2)).raised == "num_threads"
         assert loader._resources().prefetch == 2
         assert sum(len(batch.positions) for batch in loader.numpy()) == 1408
+
+
+def test_a_loader_that_is_tuned_inside_its_loop_records_all_batches_and_keeps_its_state(digits, tmp_path):
+    with (
+        Cache(tmp_path / "cache", budget="50MB") as cache,
+        open_loader(digits["train"], cache, ledger=tmp_path / "ledger") as loader,
+    ):
+        for number, _ in enumerate(loader.numpy()):
+            state = loader.state_dict()
+            if number == 3:
+                assert loader.tune(report(100, bound=0.2)).setting.prefetch == 2
+                assert loader.state_dict() == state
+    assert audit_folders([tmp_path / "ledger"]).is_proven
 
 
 @pytest.mark.parametrize("kind", [AudioLoader, VideoLoader])
