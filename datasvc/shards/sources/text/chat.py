@@ -37,6 +37,8 @@ from datasvc.shards.sources.text.tokens import TOKENIZER, TOKENS, choose_token_t
 MESSAGES, COUNTED = "messages", "counted"
 _ASSISTANT: Final = "assistant"
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Besides Jinja's own: a template is a program, and a range that the sandbox refuses is an OverflowError.
+_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 class ChatTemplate:
@@ -67,7 +69,10 @@ class ChatTemplate:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{folder}/tokenizer_config.json is not JSON of an object: {error}") from error
         template = _read(folder, "chat_template.jinja")
-        text = config.get("chat_template") if template is None else template.decode()
+        try:
+            text = config.get("chat_template") if template is None else template.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{folder}/chat_template.jinja is not UTF-8: {error}; convert it") from error
         if not isinstance(text, str):
             raise ConfigError(
                 f"{folder} has no chat template; expected chat_template.jinja in it, or a text in its config"
@@ -76,7 +81,9 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(
+            value, **{"ensure_ascii": False, **options}
+        )
         self._errors: type[Exception] = TemplateError
         try:
             self._template = environment.from_string(text)
@@ -146,7 +153,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=prompt, **self._special)
-        except (self._errors, TypeError, ValueError, KeyError) as error:
+        except (self._errors, *_ERRORS) as error:
             raise BadSampleError(f"the chat template refuses the messages: {error}") from error
 
 

@@ -83,6 +83,9 @@ def test_what_is_no_conversation_and_no_template_is_refused(folder, tmp_path):
     (folder / "chat_template.jinja").write_text("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}")
     with pytest.raises(BadSampleError, match="use a template that only appends"):
         ChatTemplate(str(folder)).encode(chat(CHAT))
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        ChatTemplate(str(folder))
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="is not valid"):
         ChatTemplate(str(folder))
@@ -95,6 +98,33 @@ def test_what_is_no_conversation_and_no_template_is_refused(folder, tmp_path):
         ChatTemplate(str(folder))
     with pytest.raises(NotFoundError, match=r"has no tokenizer\.json"):
         ChatTemplate(str(tmp_path / "repo"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{% for number in range(10**9) %}x{% endfor %}",
+        "{{ 'x' * 10**18 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% include '/etc/hostname' %}",
+        "{{ messages.__class__.__mro__ }}",
+    ],
+)
+def test_a_template_that_fails_makes_bad_samples(folder, template):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(BadSampleError, match="refuses the messages"):
+        ChatTemplate(str(folder)).encode(chat(CHAT))
+
+
+def test_templates_write_json_as_their_options_ask(folder):
+    for options, expected in (
+        ("", '"\u00e9"'),
+        ("ensure_ascii=False", '"\u00e9"'),
+        ("ensure_ascii=True", '"\\u00e9"'),
+    ):
+        (folder / "chat_template.jinja").write_text(f"{{{{ messages[0].content | tojson({options}) }}}}")
+        assert ChatTemplate(str(folder))._render(chat([("user", "\u00e9")])) == expected
 
 
 def write_chats(path, chats, **more):
