@@ -141,15 +141,18 @@ def plan_mosaics(
     chance, sequence, *centre = (draw(stream, positions, seed=seed, epoch=epoch) for stream in MOSAIC_STREAMS)
     indices = {position: index for index, position in enumerate(positions.tolist()) if is_sample[index]}
     meeting = np.rint((_LEAST + (_MOST - _LEAST) * np.stack(centre, axis=1)) * size).astype(np.int64)
+    groups, counts = np.unique(positions[is_sample] // GROUP, return_counts=True)
+    divided = groups[counts < np.minimum(GROUP, num_samples - groups * GROUP)] * GROUP
+    # Checked for all groups: otherwise a run with few mosaics would continue, and stop at the first one.
+    if probability and len(divided):
+        raise ConfigError(
+            f"a batch has only a part of the positions {divided[0]}..{divided[0] + GROUP - 1}, which make a mosaic: "
+            f"continue at a position that is a multiple of {GROUP}, with batches of whole groups"
+        )
     sources, chosen = np.tile(np.arange(len(positions)), (GROUP, 1)).T, (chance < probability) & is_sample
     for index in np.flatnonzero(chosen).tolist():
         first = int(positions[index]) // GROUP * GROUP
-        group = [indices.get(position, -1) for position in range(first, min(first + GROUP, num_samples))]
-        if min(group) < 0:
-            raise ConfigError(
-                f"a batch has only a part of the positions {first}..{first + GROUP - 1}, which make a mosaic: "
-                f"continue at a position that is a multiple of {GROUP}, with batches of whole groups"
-            )
+        group = [indices[position] for position in range(first, min(first + GROUP, num_samples))]
         order = _SEQUENCES[int(sequence[index] * len(_SEQUENCES))]
         sources[index] = np.array(group)[order % len(group)]  # the last group of an epoch may be smaller
     return Mosaics(sources, np.where(chosen[:, None], meeting, size), size)
