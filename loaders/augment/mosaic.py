@@ -105,7 +105,7 @@ def check_groups(*, batch_size: int, world_size: int, lanes: int, tail: Tail) ->
     of_rank = lanes_of_rank(batch_size * world_size, rank=0, world_size=world_size, lanes=lanes)
     if batch_size % GROUP:
         raise ConfigError(f"batch_size is {batch_size}; a mosaic needs a multiple of {GROUP}")
-    if of_rank is not None and len(of_rank) % GROUP:
+    if world_size > 1 and of_rank is not None and len(of_rank) % GROUP:  # one rank has all lanes
         raise ConfigError(
             f"the order has {lanes} lanes on {world_size} ranks, which divides the groups of a mosaic: give "
             f"order=OrderConfig(lanes=...) with a multiple of {GROUP * world_size}, or shuffle='global'"

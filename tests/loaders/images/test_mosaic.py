@@ -245,6 +245,11 @@ def test_batches_that_divide_groups_are_refused(split, options, message):
         make(split, **options)
 
 
+def test_one_rank_reads_any_number_of_lanes(split):
+    with make(split, order=OrderConfig(5, "windowed", 2, 1), seed=None) as loader:
+        assert [batch.positions.tolist() for batch in loader] == np.arange(NUM).reshape(3, 8).tolist()
+
+
 def test_a_run_that_continues_inside_of_a_group_is_refused(split):
     with make(split, augment=AugmentConfig(), batch_size=6) as loader:
         next(iter(loader))
