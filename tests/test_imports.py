@@ -111,7 +111,7 @@ ALLOWED["datasvc.loaders"] = {
     "datasvc.errors",
     "datasvc.extras",
 }
-ALLOWED["datasvc.trainer"] = {"datasvc.extras", "datasvc.keyed_random", "datasvc.printable"}
+ALLOWED["datasvc.trainer"] = {"datasvc.extras", "datasvc.keyed_random", "datasvc.printable", "datasvc.threads"}
 ALLOWED["datasvc.trainer.recipes"] = {"datasvc", "datasvc.trainer", "datasvc.loaders"} | ALLOWED["datasvc.cli"]
 ALLOWED["datasvc.trainer.__main__"] = {"datasvc.trainer", "datasvc.trainer.recipes"}
 ALLOWED["datasvc.trainer.__main__"] |= {"datasvc.errors", "datasvc.printable"}

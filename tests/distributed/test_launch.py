@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from datasvc.threads import count_processors
 from datasvc.trainer.launch.command_line import parse_arguments
+from datasvc.trainer.launch.ranks import placement
 from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.placement import plan_threads
 from datasvc.trainer.launch.ranks.static_job import run_static_job
@@ -41,14 +43,16 @@ def test_ranks_do_not_join_an_elastic_job_in_which_the_launcher_runs(capfd, monk
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
-def test_the_processors_that_the_launcher_may_use_are_shared_out_unless_the_user_chose():
+def test_the_processors_that_the_launcher_may_use_are_shared_out_unless_the_user_chose(monkeypatch):
     processors = os.sched_getaffinity(0)
-    assert plan_threads(1, {}) == {"OMP_NUM_THREADS": str(len(processors))}
+    assert plan_threads(1, {}) == {"OMP_NUM_THREADS": str(count_processors())}
     os.sched_setaffinity(0, {min(processors)})
     try:
         assert plan_threads(1, {}) == {"OMP_NUM_THREADS": "1"}
     finally:
         os.sched_setaffinity(0, processors)
+    monkeypatch.setattr(placement, "count_processors", lambda: 6)  # as a limit of the container allows
+    assert plan_threads(2, {}) == {"OMP_NUM_THREADS": "3"}
     assert plan_threads(10**6, {}) == {"OMP_NUM_THREADS": "1"}
     assert plan_threads(2, {"OMP_NUM_THREADS": "7"}) == {"OMP_NUM_THREADS": "7"}
 

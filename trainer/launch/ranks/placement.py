@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from datasvc.threads import count_processors
 from datasvc.trainer.env.environment import RankPlacement, placement_variables
 from datasvc.trainer.launch.ranks.hosts import choose_passed, is_local, plan_remote_command
 from datasvc.trainer.launch.ranks.job import Host, LaunchJob
@@ -117,5 +117,5 @@ def plan_rank_start(
 def plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable for the threads of each local rank: the user's value, or an equal share of processors."""
     # Without the variable, OpenMP would start a thread for every processor, in each rank.
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
+    num_threads = max(1, count_processors() // num_local_ranks)
     return {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(num_threads))}
