@@ -48,6 +48,10 @@ class TunableLoader(ABC):
 
         Returns:
             The setting in use now, and why.
+
+        Raises:
+            ConfigError: another thread uses the loader.
+            CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails; nothing changes.
         """
         report = self.report() if report is None else report
         resources = self._resources()
