@@ -67,7 +67,7 @@ def check_column(reader: FileReader, piece: DocumentRange, column: str) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(values, dict) and column not in values:
-        raise ConfigError(f"{piece.name} has no text column {column!r}; found {sorted(values)}")
+        raise ConfigError(f"{piece.name} has no column {column!r}; found {sorted(values)}")
 
 
 def read_documents(

@@ -273,7 +273,7 @@ def test_missing_files_are_reported_before_a_document_is_read(tmp_path, tokenize
     url = str(tmp_path / "a.jsonl")
     with pytest.raises(ConfigError, match=r"expected the URL of a Hugging Face tokenizer.json"):
         TokenSource.list(url)
-    with pytest.raises(ConfigError, match=r"no text column 'text'; found \['content'\]"):
+    with pytest.raises(ConfigError, match=r"no column 'text'; found \['content'\]"):
         TokenSource.list(url, SourceOptions(tokenizer=tokenizer_url))
     with pytest.raises(NotFoundError, match="it does not exist"):
         TokenSource.list(url, SourceOptions(tokenizer=str(tmp_path / "gone.json"), text="content"))
