@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from datasvc.loaders import (
     TokenLoader,
     VideoLoader,
 )
-from datasvc.loaders.augment.fit import parse_size
+from datasvc.loaders.augment.fit import Fit, parse_size
 from datasvc.loaders.augment.objects import parse_objects
 from datasvc.loaders.core.batches import BatchPositions, Cursor, SampleBatches
 from datasvc.loaders.core.mixture import MixtureStage, splits_of
@@ -171,10 +173,14 @@ def _open_images(
     # Pixels of a GPU differ by a few levels from those of the CPU, on which a replay runs.
     recorded = settings.get("decode")
     decoder: Any = recorded if recorded in {"cpu", "pillow"} and recorded not in find_missing() else "auto"
+    size = parse_size(settings["size"])
+    if isinstance(size, Fit):
+        # The limit is that of a rank's batch, which was trained; this one may be the batch of all ranks.
+        size = replace(size, max_bytes=sys.maxsize)
     return ImageLoader(
         samples,
         **common,
-        size=parse_size(settings["size"]),
+        size=size,
         pixels=PixelFormat(**groups["pixels"]),
         augment=AugmentConfig(**groups["augment"], transform=transform),
         columns=settings["columns"],

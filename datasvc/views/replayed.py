@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -60,8 +60,7 @@ def make_sheet(repository: Repository, ref: str, rank: int | None, max_samples: 
 
     found = batch_at(repository, ref, rank=rank)
     sheet = ReplaySheet(replay_facts(found), found.to_json(), found.step.ranks, [], [])
-    size = (found.step.use.loader or {}).get("size") or 0
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = _largest_image(repository, found)
     if (num_bytes := 12 * len(found.keys) * height * width) > _MAX_PIXEL_BYTES:  # 3 colours of 4 bytes
         return replace(
             sheet, fault=f"the images of this batch take {format_size(num_bytes)}; look at those of a rank"
@@ -74,6 +73,20 @@ def make_sheet(repository: Repository, ref: str, rank: int | None, max_samples: 
         return replace(sheet, previews=shown, purged=found.purged)
     except (ConfigError, NotFoundError) as error:
         return replace(sheet, fault=str(error))
+
+
+def _largest_image(repository: Repository, found: ReplayedBatch) -> tuple[int, int]:
+    """Return height and width of the images of a batch, of those that keep their shape the largest; 0 without any."""
+    from datasvc.loaders.augment.fit import Fit, parse_size
+    from datasvc.loaders.core.mixture import largest
+    from datasvc.replay.rebuild import open_samples
+
+    recorded = (found.step.use.loader or {}).get("size", 0)
+    size = parse_size(recorded) if isinstance(recorded, Mapping) else recorded
+    if not isinstance(size, Fit):
+        return (size, size) if isinstance(size, int) else size
+    samples = open_samples(repository, found.step.use)
+    return size.frame(size.longer or largest(samples, "max_height"), size.longer or largest(samples, "max_width"))
 
 
 def replay_facts(replay: ReplayedBatch) -> dict[str, Any]:

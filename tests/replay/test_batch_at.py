@@ -31,7 +31,8 @@ from datasvc.replay.batch_at import batch_at
 from datasvc.repository import Repository
 from datasvc.runs import RunLog
 from datasvc.shards import ingest, open_dataset
-from datasvc.views.replayed import previews, replay_facts, write_replay
+from datasvc.views import replayed
+from datasvc.views.replayed import make_sheet, previews, replay_facts, write_replay
 from tests.cli.command import run
 from tests.loaders.core.test_masks import blocks  # noqa: F401 - a fixture
 from tests.loaders.images.test_geometry import sample, write
@@ -150,6 +151,24 @@ def test_boxes_masks_and_several_images_are_replayed(tmp_path, shape):
     for step in range(1, 4):
         for rank in range(2):
             equal(seen[step][rank], batch_at(repository, "detector@1", step, rank=rank).batch)
+
+
+@pytest.mark.parametrize("size", [None, Fit(longer=90), Fit(shorter=40, longer=90, max_bytes=200_000)])
+def test_the_batch_of_all_ranks_is_shown_also_where_images_keep_their_shape(tmp_path, monkeypatch, size):
+    repository = Repository.create(str(tmp_path / "repo"))
+    scenes = write(repository, "scenes", [sample(seed) for seed in range(4)])
+    log = RunLog.open(repository, "shapes", config={}, data=["scenes@1"], world_size=2)
+    log.close()
+
+    def make(ranks, masked):  # with these sizes, a rank's batch has at most 2 * 90 * 90 * 12 bytes
+        options = {"batch_size": 2, "training": True, "size": size, "ranks": ranks, "masked": masked}
+        return ImageLoader(scenes, **options, decode=DecodeConfig(num_threads=1))
+
+    train(repository, "shapes", make, steps=1, world_size=2, run=log.ref)
+    sheet = make_sheet(repository, "shapes@1", None, 4)
+    assert (sheet.fault, len(sheet.previews)) == (None, 4)
+    monkeypatch.setattr(replayed, "_MAX_PIXEL_BYTES", 1000)
+    assert "look at those of a rank" in make_sheet(repository, "shapes@1", None, 4).fault
 
 
 def test_clips_of_sounds_are_replayed(tmp_path):
