@@ -69,8 +69,8 @@ class AugmentConfig:
             must be a multiple of 4. Only for loaders with objects or masks.
         mosaic_epochs: number of the first epochs, which have mosaics; None: all. Often the last ones have none.
         transform: function for training and evaluation. Any thread may call it, once per image. Its arguments are the
-            cropped and flipped `uint8[size, size, 3]`, and a random generator, see `generators`. It returns an array
-            of the same shape and dtype, which may be its argument.
+            cropped and flipped `uint8[height, width, 3]`, and a random generator, see `generators`. It returns an
+            array of the same shape and dtype, which may be its argument.
 
     Raises:
         ConfigError: a value is out of range.
