@@ -116,7 +116,10 @@ class AnnotationColumns:
         values = {name: _value_dtype(samples, name) for name in _value_columns(samples, config)}
         classes = _classes(samples) if BOX_LABELS in values else ()
         schemas = [split.table.sample_schema for split in weighted_splits(samples)]
-        has_runs = polygons is not None and any(MASK_RUNS in schema.names for schema in schemas)
+        # A column of this name and another type is one of the user's own.
+        has_runs = polygons is not None and any(
+            MASK_RUNS in schema.names and _is_list_of_lists(schema.field(MASK_RUNS).type) for schema in schemas
+        )
         columns = (boxes, keypoints, polygons, config, values, MASK_RUNS if has_runs else None)
         return cls(given["images"], given["masks"], *columns, num_keypoints, classes)
 

@@ -314,6 +314,15 @@ def test_run_lengths_that_are_not_those_of_the_image_are_bad_samples_in_the_load
         next(iter(loader))
 
 
+@pytest.mark.parametrize("value", ["5 3", 5, ["", "5 3"]])
+def test_a_column_of_another_type_with_the_name_of_run_lengths_is_none(repository, value):
+    sample = {"key": "a", "image": photo(), "boxes": BOXES, "polygons": [[[1.0, 1.0, 9.0, 1.0, 9.0, 9.0]], []]}
+    ingest(repository, [{**sample, "mask_runs": value}], "own")
+    split, layers = open_dataset(repository, "own")["train"], {"boxes": "boxes", "polygons": "polygons"}
+    with ImageLoader(split, batch_size=1, training=False, ranks=DataRanks(), **layers) as loader:
+        assert next(iter(loader)).objects["numbers"].tolist() == [0]
+
+
 def test_polygons_of_yolo_are_stored_with_their_boxes(repository, tmp_path):
     write_yolo(tmp_path / "source", "train", range(2))
     put(tmp_path / "source" / "labels/train/000.txt", "1 0.1 0.1 0.5 0.1 0.5 0.5\n0 0.5 0.5 0.2 0.2\n")
