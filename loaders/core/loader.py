@@ -456,6 +456,7 @@ class Loader(PartReader[B], TunableLoader, MisuseGuard):
                 self._fill(self._prefetch)  # decoders work on these batches while the caller trains
                 self._batches.retire(batch)
                 # Write to the ledger before the cursor moves, so that no state is ahead of the ledger.
+                self._open_ledger()  # it is closed if a state of another order was loaded inside the loop
                 if self._ledger is not None:
                     # Creating a file syncs it, once, which is no sign of a slow disk.
                     with self.profiler.stage(Stage.START):

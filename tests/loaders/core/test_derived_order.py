@@ -116,6 +116,17 @@ def test_a_mixture_derives_one_order_for_its_splits_and_its_state_keeps_it(repos
         assert labels(loader) == found
 
 
+def test_a_loop_in_which_a_state_of_another_order_is_loaded_does_not_go_on_without_its_ledger(numbers, tmp_path):
+    with Cache(tmp_path / "cache", budget=40 * BLOCK) as cache, Windowed(numbers, cache=cache) as loader:
+        state = loader.state_dict()
+    with Windowed(numbers, ledger=tmp_path / "ledger") as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.load_state_dict(state)
+        with pytest.raises(ConfigError, match="is the ledger of"):
+            next(batches)
+
+
 def test_the_ledger_of_a_resumed_run_is_that_of_the_state(numbers, tmp_path):
     with Cache(tmp_path / "cache", budget=40 * BLOCK) as cache:
         loader = Windowed(numbers, cache=cache, ledger=tmp_path / "ledger")
