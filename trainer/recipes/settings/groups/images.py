@@ -110,7 +110,7 @@ class DecodeSettings(SettingGroup):
             no group.
         decode_lag: batches that a job of the group may be behind another one and still get its batches.
         tune_loader: whether each rank raises its `decode_threads` and `prefetch` at the ends of epochs while it waits
-            for decoding, see `Loader.tune`; batches stay the same.
+            for decoding; batches stay the same.
         ledger: folder that records which samples each rank served, for `datasvc audit`; the same for all ranks and
             restarts. None: no record.
     """
