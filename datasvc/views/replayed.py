@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -81,8 +81,7 @@ def _largest_image(repository: Repository, found: ReplayedBatch) -> tuple[int, i
     from datasvc.loaders.core.mixture import largest
     from datasvc.replay.rebuild import open_samples
 
-    recorded = (found.step.use.loader or {}).get("size", 0)
-    size = parse_size(recorded) if isinstance(recorded, Mapping) else recorded
+    size = parse_size((found.step.use.loader or {}).get("size", 0))
     if not isinstance(size, Fit):
         return (size, size) if isinstance(size, int) else size
     samples = open_samples(repository, found.step.use)

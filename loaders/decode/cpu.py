@@ -23,7 +23,7 @@ from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.edits import Edit
 from datasvc.loaders.core.pinned import BufferRing, empty_pinned
 from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Framework, Read
-from datasvc.loaders.decode.pixels import import_codec
+from datasvc.loaders.decode.pixels import corner_of, import_codec
 from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
@@ -269,7 +269,8 @@ class CpuBackend:
         rows = out.transpose(1, 2, 0) if self._config.pixels.layout == "NCHW" else out
         height, width = size
         rows[height:], rows[:height, width:] = 0, 0
-        return out[:, :height, :width] if self._config.pixels.layout == "NCHW" else out[:height, :width]
+        corner: npt.NDArray[Any] = corner_of(out, size, self._config.pixels.layout)
+        return corner
 
     def _take_memory(self, count: int, windows: Windows) -> npt.NDArray[Any] | torch.Tensor:
         """Return unused memory for a full batch, or for `count` images in the frame of their windows."""

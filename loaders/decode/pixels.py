@@ -99,6 +99,12 @@ def sides_of(size: Size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
+def corner_of(image: Any, size: Sequence[int], layout: Layout) -> Any:
+    """Return the top left part of an image, an array or a tensor, as a view; `size` is its height and width."""
+    height, width = size
+    return image[:, :height, :width] if layout == "NCHW" else image[:height, :width]
+
+
 class PixelWriter:
     """Converts images to a format, one at a time. It reuses its buffers, so each thread needs its own writer."""
 

@@ -120,8 +120,18 @@ class AnnotationColumns:
         has_runs = polygons is not None and any(
             MASK_RUNS in schema.names and _is_list_of_lists(schema.field(MASK_RUNS).type) for schema in schemas
         )
-        columns = (boxes, keypoints, polygons, config, values, MASK_RUNS if has_runs else None)
-        return cls(given["images"], given["masks"], *columns, num_keypoints, classes)
+        return cls(
+            images=given["images"],
+            masks=given["masks"],
+            boxes=boxes,
+            keypoints=keypoints,
+            polygons=polygons,
+            objects=config,
+            values=values,
+            runs=MASK_RUNS if has_runs else None,
+            num_keypoints=num_keypoints,
+            classes=classes,
+        )
 
     @property
     def has_objects(self) -> bool:

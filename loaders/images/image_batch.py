@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,9 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.augment.mosaic import Mosaics
 from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.sample_keys import BatchPlaces
+from datasvc.loaders.decode.pixels import Layout, PixelFormat, corner_of
 from datasvc.shards.format.schema import BOX_LABELS
 from datasvc.shown import Shown
-
-if TYPE_CHECKING:
-    from datasvc.loaders.decode.pixels import PixelFormat
 
 A = TypeVar("A")
 
@@ -127,8 +125,7 @@ class ImageBatch(Shown, Batch[A]):
     def padding(self) -> A:
         """Where `images` are padding: `bool[n, height, width]`, on their device, as models with attention take it."""
         images = cast("Any", self.images)
-        is_planar = self.display is None or self.display.pixels.layout == "NCHW"
-        height, width = images.shape[2:] if is_planar else images.shape[1:3]
+        height, width = images.shape[2:] if self._layout == "NCHW" else images.shape[1:3]
         sizes = np.array([[height, width]]) if self.sizes is None else self.sizes
         below = np.arange(height) >= sizes[:, :1]
         beside = np.arange(width) >= sizes[:, 1:]
@@ -145,8 +142,9 @@ class ImageBatch(Shown, Batch[A]):
         images = cast("Any", self.images)
         if self.sizes is None:
             return list(images)
-        is_planar = self.display is None or self.display.pixels.layout == "NCHW"
-        return [
-            image[:, :height, :width] if is_planar else image[:height, :width]
-            for image, (height, width) in zip(images, self.sizes.tolist(), strict=True)
-        ]
+        sizes = self.sizes.tolist()
+        return [corner_of(image, size, self._layout) for image, size in zip(images, sizes, strict=True)]
+
+    @property
+    def _layout(self) -> Layout:
+        return "NCHW" if self.display is None else self.display.pixels.layout

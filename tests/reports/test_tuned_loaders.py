@@ -34,7 +34,7 @@ def test_without_a_lower_limit_all_processors_are_used(tmp_path, monkeypatch, te
 def test_prefetched_batches_do_not_fill_the_memory(digits, monkeypatch):
     """tensorflow/tensorflow#33516, google/scaaml#53: AUTOTUNE took more and more memory, to the end of the process.
 
-    tensorflow/tensorflow#72369, #21070: nobody could see what it had chosen.
+    tensorflow/tensorflow#72369, #21070: the values that its autotune had chosen were not shown.
     """
     batch_bytes = 64 * 3 * 32 * 32
     monkeypatch.setattr(image_loader, "count_rank_processors", count_processors)

@@ -22,11 +22,9 @@ from datasvc.trainer.engine.negotiation.requests import (
     decode_message,
     encode_message,
 )
-from tools.bench.ranks import Step, say, time_block
+from tools.bench.ranks import OWN_NETWORK, Step, has_own_network, loopback_bytes, say, time_block
 from tools.bench.runner import ROOT, Options, Report, bench, call_command, environment, turns
 
-# A network namespace, whose loopback is down at first.
-OWN_NETWORK = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 BITS, MESSAGES, BOTH, BARRIER = "bits", "messages alone", "bits and messages", "barrier"
 NUM_REQUESTS = 16  # a cycle; some ten cycles a step for 161 gradients
 CYCLES_OF_ALL_RANKS = 2000  # in a block
@@ -66,14 +64,6 @@ def run_alone(num_ranks: int, repeats: int) -> list[dict[str, float]]:
     variables = environment(OMP_NUM_THREADS="1")
     done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def has_own_network() -> bool:
-    """Return whether this system gives a network namespace; without, others' traffic is counted too."""
-    try:
-        return subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
 
 
 def fork_ranks(num_ranks: int, repeats: int) -> None:
@@ -137,12 +127,3 @@ def make_cycle(transport: GroupTransport, way: str) -> Step:
         assert len(outcomes) == len(requests), outcomes
 
     return cycle
-
-
-def loopback_bytes() -> int:
-    """Return the bytes sent over the loopback so far, with all headers, in this network namespace."""
-    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise OSError("there is no loopback in /proc/net/dev")

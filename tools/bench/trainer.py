@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.models import build_model
-from tools.bench.negotiation import OWN_NETWORK, has_own_network, loopback_bytes
-from tools.bench.ranks import Step, say, time_block
+from tools.bench.ranks import OWN_NETWORK, Step, has_own_network, loopback_bytes, say, time_block
 from tools.bench.runner import Options, Report, bench, run_ranks, turns
 
 OURS, UNFUSED, ALONE = "ours", "ours, not fused", "alone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+import datasvc.trainer as hvd
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import Loader
+from datasvc.loaders.profiling.report import Report
+from datasvc.loaders.profiling.step_times import trace_path
 from datasvc.models import CheckpointManager, ConsumptionTracker, Execution, SaveHandle
 from datasvc.node.ranks import RankNodes
 from datasvc.repository.logs.references import choose_metric_mode
@@ -212,3 +216,34 @@ class EarlyStop:
             return
         self._best = None if state["best"] is None else float(state["best"])
         self._num_without_best = int(state["num_without"])
+
+
+# What a run reports of its loader.
+
+
+def diagnose(run: Run) -> dict[str, Any]:
+    """Return the report of the loader with the rates of all ranks, as the curves of the run have."""
+    return run.loader.report().of_all_ranks(run.layout.num_data_ranks).to_dict()
+
+
+def report_tuning(run: Run, report: Report) -> None:
+    """Tune this rank's loader by its report on the last epoch, and report from rank 0 what it chose, and why."""
+    tuning = run.loader.tune(report)
+    if hvd.rank() == 0:
+        run.events.report("loader", step=run.step, **vars(tuning.setting), reason=tuning.reason)
+
+
+def report_profile(run: Run, path: str, epoch: int) -> None:
+    """Report from rank 0 where the time of the epoch that just ended was spent, and write this rank's trace of it.
+
+    `epoch` is the number of that epoch. `run.loader.epoch` is the next one, unless `max_steps` ended the epoch early.
+
+    Raises:
+        ConfigError: the trace cannot be written.
+    """
+    report = run.loader.report()
+    run.loader.restart_report()
+    run.loader.write_trace(trace_path(path, rank=hvd.rank(), num_ranks=hvd.size()))
+    if hvd.rank() == 0:
+        sys.stderr.write(f"{report}\n")
+        run.events.report("profile", epoch=epoch, **report.to_dict())

@@ -8,14 +8,11 @@ import math
 import os
 import signal
 import sys
-from typing import Any
 
 import torch
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError, NotFiniteError
-from datasvc.loaders.profiling.report import Report
-from datasvc.loaders.profiling.step_times import trace_path
 from datasvc.models.provenance.forgetting import ForgetPlan
 from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.env.environment import read_placement
@@ -33,7 +30,7 @@ from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.rank_check import check_job
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import STEPS_PER_COMPARISON, LoggedEvents
-from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.recipes.run import Run, diagnose, report_profile, report_tuning
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.smoke import make_smoke_run, plan_smoke_config, read_smoke
 from datasvc.trainer.recipes.start import start
@@ -264,11 +261,11 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             timer.restart()
             if run.is_cut_short:
                 break
-        loading = run.loader.report()  # of this epoch: a profile restarts it
+        loading = run.loader.report() if run.config.tune_loader else None  # before a profile restarts it
         if run.config.profile is not None:
             report_profile(run, run.config.profile, epoch)
         end_epoch(run)
-        if run.config.tune_loader and not run.is_over:
+        if loading is not None and not run.is_over:
             report_tuning(run, loading)
         if memory is not None:
             memory.commit_when_due(is_due=True, ends_epoch=True)
@@ -445,34 +442,6 @@ def report_step(run: Run, *, epoch: int, loss: float, rate: float, samples: floa
     values = {**curves, "data_stall": wait_s / step_s}
     for log in run.logs.values():
         log.log(run.step, values)
-
-
-def diagnose(run: Run) -> dict[str, Any]:
-    """Return the report of the loader with the rates of all ranks, as the curves of the run have."""
-    return run.loader.report().of_all_ranks(run.layout.num_data_ranks).to_dict()
-
-
-def report_tuning(run: Run, report: Report) -> None:
-    """Tune this rank's loader by its report on the last epoch, and report from rank 0 what it chose, and why."""
-    tuning = run.loader.tune(report)
-    if hvd.rank() == 0:
-        run.events.report("loader", step=run.step, **vars(tuning.setting), reason=tuning.reason)
-
-
-def report_profile(run: Run, path: str, epoch: int) -> None:
-    """Report from rank 0 where the time of the epoch that just ended was spent, and write this rank's trace of it.
-
-    `epoch` is the number of that epoch. `run.loader.epoch` is the next one, unless `max_steps` ended the epoch early.
-
-    Raises:
-        ConfigError: the trace cannot be written.
-    """
-    report = run.loader.report()
-    run.loader.restart_report()
-    run.loader.write_trace(trace_path(path, rank=hvd.rank(), num_ranks=hvd.size()))
-    if hvd.rank() == 0:
-        sys.stderr.write(f"{report}\n")
-        run.events.report("profile", epoch=epoch, **report.to_dict())
 
 
 def end(run: Run) -> None:

@@ -31,7 +31,7 @@ from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
-from datasvc.shards.sources.text.documents import LINES, DocumentRange, check_column, read_values
+from datasvc.shards.sources.text.documents import LINES, DocumentRange, check_column, find_surrogate, read_values
 from datasvc.shards.sources.text.tokens import TOKENIZER, TOKENS, choose_token_type, load_tokenizer, plan_parts
 
 MESSAGES, COUNTED = "messages", "counted"
@@ -119,10 +119,8 @@ class ChatTemplate:
         ):
             raise BadSampleError(f"messages are {str(messages)[:80]!r}; expected a list of objects with a role")
         text = self._render(messages)
-        try:
-            text.encode()  # JSON may escape half of a surrogate pair, which is not Unicode
-        except UnicodeEncodeError as error:
-            raise BadSampleError(f"is not Unicode text: {error}") from error
+        if (error := find_surrogate(text)) is not None:
+            raise error
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         counted = np.zeros(len(starts), np.bool_)

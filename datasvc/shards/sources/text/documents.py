@@ -145,11 +145,16 @@ def _text_of(text: object, column: str) -> str | BadSampleError:
     """Return the text in a column, or its error."""
     if not isinstance(text, str):
         return BadSampleError(f"has no text in {column!r}")
+    return find_surrogate(text) or text
+
+
+def find_surrogate(text: str) -> BadSampleError | None:
+    """Return the error of a text that has half of a surrogate pair, which JSON may escape; None if it has none."""
     try:
-        text.encode()  # JSON may escape half of a surrogate pair, which is not Unicode
+        text.encode()
     except UnicodeEncodeError as error:
         return BadSampleError(f"is not Unicode text: {error}")
-    return text
+    return None
 
 
 def _too_large() -> BadSampleError:
