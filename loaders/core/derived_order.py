@@ -144,10 +144,10 @@ def follow_splits(
         available_bytes = find_available_bytes(samples, opened)
         need = window_need(samples)
         check_window(order, batches, need, available_bytes, samples_per_shard(samples), f"the order of {samples!r}")
-        # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
+        # Consecutive positions of a mixture or of groups have no fixed relation to lanes: every rank reads all lanes.
         lanes = (
             None
-            if isinstance(samples, Mixture) or not has_lanes
+            if isinstance(samples, Mixture) or not has_lanes or samples.table.grouping is not None
             else lanes_of_rank(batches.global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
         )
         return [
@@ -179,6 +179,10 @@ def window_need(samples: Split | Mixture) -> Need:
         for table, run, padding_run in zip(tables, runs, most_of(samples, padding), strict=True):
             # With weights, the fewest samples of each shard, because then a window has the most shards.
             counts, sizes = table.least_per_epoch, table.bytes_per_shard
+            if run and table.grouping is not None:
+                # All of the blocks in which the run begins or ends. The last block of an epoch has up to two spans.
+                span = table.grouping.span
+                run, padding_run = run + 3 * span, padding_run and padding_run + 2 * span  # noqa: PLW2901
             if run:
                 window = window_bytes(counts, sizes, order, run, skipped=skipped)
                 padded = window_bytes(counts, sizes, order, padding_run) if padding_run else 0

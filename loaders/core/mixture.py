@@ -217,6 +217,8 @@ def check_samples(samples: object, *, or_mixture: bool = True) -> None:
     """
     if isinstance(samples, Split) and not or_mixture and samples.packs is not None:
         raise ConfigError(f"{samples!r} is packed, which only a TokenLoader reads; give the split without packs")
+    if or_mixture and isinstance(samples, Mixture) and any(each.table.grouping for each in samples.splits):
+        raise ConfigError(f"{samples!r} would divide the groups of an aspect: give its splits without groups")
     if isinstance(samples, Split) or (or_mixture and isinstance(samples, Mixture)):
         return
     if isinstance(samples, DatasetVersion):

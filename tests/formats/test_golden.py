@@ -75,10 +75,11 @@ from datasvc.shards.format.salvage import missing_rows, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import has_compression, shard_schema, with_compression
 from datasvc.shards.format.shard_table import TableRow
-from datasvc.shards.format.view_table import EpochGrid, Packing, ViewOrigin, WeightPack
+from datasvc.shards.format.view_table import EpochGrid, Grouping, Packing, ViewOrigin, WeightPack
 from datasvc.shards.ingestion.plan import plan_shards
 from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.packing.best_fit import pack_documents
+from datasvc.shards.packing.groups import Aspects, GroupedOrder, encode_aspects
 from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.packing.packs import Packs, encode_packs
 from datasvc.shards.sources import ListedFile
@@ -434,6 +435,31 @@ def packed_table():
     return dataclasses.replace(table().with_column("packs", [3, 1]), view=origin, packing=packing)
 
 
+def aspects_bytes(folder):
+    objects = Repository.create(str(folder / "aspects")).objects
+    packs = PackWriter(objects, "aspects")
+    widths, heights = np.array([[640, 480], [427, 640], [7, 7]]).T
+    for first, stop in ((0, 2), (2, 3)):
+        packs.add(encode_aspects(widths[first:stop], heights[first:stop]))
+    return objects.read(packs.finish()[0].digest)
+
+
+def grouped_table(pack=PACK):
+    steps = ("weighted(score)", "grouped_by_aspect(8)")
+    origin = ViewOrigin(Digest("12" * 32), "pets@3", "train", steps)
+    return dataclasses.replace(weighted_table(), view=origin, grouping=Grouping(8, (WeightPack(0, pack),)))
+
+
+def grouped_orders():
+    """Return positions in the order without groups of the positions of some epochs of 3 blocks."""
+    aspects = SimpleNamespace(group=2, span=64, of=lambda shards, rows: (60 * shards + rows) * 37 % 11)
+    orders = [(OrderConfig(seed=7), 0), (OrderConfig(seed=7), 1), (STICKY, 1)]
+    return [
+        [part.tolist() for part in GroupedOrder(AccessOrder([60] * 4, config, epoch), aspects).locate(np.arange(240))]
+        for config, epoch in orders
+    ]
+
+
 def grids():
     """Return how often epochs serve samples: by epoch the counts of shards, and the copies of the samples of one."""
     found = []
@@ -531,6 +557,9 @@ def written(folder):
         "table-4.arrow": packed_table().encode(),
         "packs-1.arrow": packs_bytes(folder),
         "table-5.arrow": dataclasses.replace(table(), sample_schema=CAPTIONED).encode(),
+        "table-6.arrow": grouped_table().encode(),
+        "aspects-1.arrow": aspects_bytes(folder),
+        "groups-1.json": json.dumps(grouped_orders()).encode(),
         "shard-2.arrow": captioned_shard()[0],
         "index-2-compressed.arrow": captioned_shard()[1].encode(),
         "epoch-grid-1.json": json.dumps(grids(), indent=1, sort_keys=True).encode(),
@@ -565,7 +594,13 @@ ONLY_READ = {
     "signal-1.parquet",
 }
 # Written anew they may differ: what zstd makes of bytes is its own affair.
-COMPRESSED = set(PLANES) | {"weights-1.arrow", "packs-1.arrow", "shard-2.arrow", "index-2-compressed.arrow"}
+COMPRESSED = set(PLANES) | {
+    "weights-1.arrow",
+    "packs-1.arrow",
+    "aspects-1.arrow",
+    "shard-2.arrow",
+    "index-2-compressed.arrow",
+}
 
 
 def golden(name):
@@ -683,6 +718,15 @@ def test_a_shard_table_of_format_4_opens_with_its_packs(tmp_path):
     # Of nine tokens, seven fill a pack, and the last two are in the last one.
     assert found[0] == [[2, 0, 3, 2], [0, 0, 0, 7], [7, 3, 4, 2], [1, 2, 1]]
     assert found[1] == [[0], [0], [5], [1]]
+
+
+def test_a_shard_table_of_format_6_opens_with_its_groups(tmp_path):
+    table = ShardTable.decode(golden("table-6.arrow"), "golden")
+    assert table == grouped_table()
+    assert (table.grouping.group, table.packs) == (8, table.weights + table.grouping.objects)
+    objects = Repository.create(str(tmp_path / "repo")).objects
+    stored = Grouping(8, (WeightPack(0, objects.put(golden("aspects-1.arrow")).digest),))
+    assert Aspects(objects, table, stored).of(np.array([0, 1, 0]), np.array([1, 0, 0])).tolist() == [112, 128, 138]
 
 
 def test_a_sample_index_of_format_1_opens():

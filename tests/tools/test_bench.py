@@ -69,6 +69,10 @@ def test_the_access_order_is_measured():
     check(run_json("order", "--repeats", 2, "--samples", 20_000, "--shards", 31), repeats=2)
 
 
+def test_the_padding_and_the_order_of_groups_are_measured():
+    check(run_json("groups", "--repeats", 2, "--samples", 600, "--shards", 3, "--large", 2000), repeats=2)
+
+
 @pytest.mark.long
 def test_ingest_is_measured(tmp_path):
     check(run_json("ingest", "--repeats", 2, "--images", 24, "--folder", tmp_path), repeats=2)

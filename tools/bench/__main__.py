@@ -9,6 +9,7 @@ from typing import Final
 
 MODULES: Final = {
     "order": "order",
+    "groups": "groups",
     "mixture": "mixture",
     "ingest": "ingest",
     "attach": "attach",

@@ -19,6 +19,7 @@ from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.keyed_random import Integers
 from datasvc.order import NEVER, AccessOrder, NextUse, OrderConfig
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.packing.groups import widened
 
 # Added to the next uses of shards that a node does not own. It is larger than every time on a clock, so that these
 # next uses are further than those of owned shards, and smaller than UNKNOWN, so that they stay known.
@@ -111,7 +112,9 @@ class UseTimeline:
             pair = self._epochs.get(number)
             if pair is None:
                 counts = self._table.epoch_counts(self._config, number)
-                uses = plan_uses(counts, self._bytes, self._config, [number], step_bytes=self._step_bytes)
+                step, grouping = self._step_bytes, self._table.grouping
+                span = None if grouping is None else grouping.span
+                uses = plan_uses(counts, self._bytes, self._config, [number], step_bytes=step, span=span)
                 pair = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
                 # The dictionary is replaced, not changed, because other threads may be reading it.
                 neighbours = {other: entry for other, entry in self._epochs.items() if abs(other - number) <= 1}
@@ -171,6 +174,7 @@ def plan_uses(
     *,
     chosen: npt.NDArray[np.bool_] | None = None,
     step_bytes: int | None = None,
+    span: int | None = None,
 ) -> Uses:
     """Return the uses of each shard by an access order.
 
@@ -181,11 +185,12 @@ def plan_uses(
         epochs: epochs to plan, ascending; at least one.
         chosen: `bool[num_shards]`, shards to plan; None: all.
         step_bytes: bytes by which each position advances the clock; None: the mean size of a sample.
+        span: of the groups of the table, see `Grouping`; None: it has none.
     """
     step = step_bytes or bytes_per_position(samples_per_shard, bytes_per_shard)
     parts = []
     for epoch in epochs:
-        columns = _uses_of_epoch(AccessOrder(samples_per_shard, config, epoch), step)
+        columns = _uses_of_epoch(AccessOrder(samples_per_shard, config, epoch), step, span)
         if chosen is not None:
             shards = columns[0]
             columns = tuple(column[chosen[shards]] for column in columns)
@@ -236,9 +241,9 @@ def bias_owned(times: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
     return np.where(times < UNKNOWN, if_needed, if_not_needed)
 
 
-def _uses_of_epoch(order: AccessOrder, step: int) -> tuple[Integers, ...]:
+def _uses_of_epoch(order: AccessOrder, step: int, span: int | None) -> tuple[Integers, ...]:
     """Return the columns of `Uses`, in the order of its attributes."""
-    windows = order.windows
+    windows = order.windows if span is None else widened(order.windows, span, order.num_samples)
     served_samples = order.epoch * order.num_samples
     return (
         windows.shards,

@@ -34,10 +34,11 @@ from datasvc.shards.format.overlays import OverlayGroup, Overlays, ShardOverlay
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import HEIGHT, WIDTH, has_compression, measured_columns
-from datasvc.shards.format.view_table import EpochGrid, Packing, ViewOrigin, WeightPack, checked
+from datasvc.shards.format.view_table import EpochGrid, Grouping, Packing, ViewOrigin, WeightPack, checked
 from datasvc.shards.format.writer import ShardStatistics
 
-TABLE_FORMAT = 5  # of a table of shards with compressed columns
+TABLE_FORMAT = 6  # of a table with groups
+_COMPRESSED_FORMAT = 5  # of a table of shards with compressed columns, without groups
 _PACKED_FORMAT = 4  # of a table with packs
 _VALUES_FORMAT = 3  # of a table with weights or overlays, without packs
 _PLAIN_FORMAT = 2  # of a table without all of them, which earlier releases read
@@ -98,6 +99,7 @@ class ShardTable:
         overlays: values that replace those of the shards. If there are any, `rows` has the column `overlay`.
         packing: packs of the documents of the split, which the access order then counts in place of samples; None
             for a table without packs.
+        grouping: groups of images of a similar aspect; None for a table without groups.
     """
 
     rows: pa.Table
@@ -123,6 +125,7 @@ class ShardTable:
 
     overlays: Overlays = field(default_factory=Overlays)
     packing: Packing | None = None
+    grouping: Grouping | None = None
 
     @classmethod
     def build(cls, rows: Sequence[TableRow], sample_schema: pa.Schema, classes: Sequence[str] = ()) -> ShardTable:
@@ -163,6 +166,8 @@ class ShardTable:
             described["weights"] = [[pack.first_shard, pack.digest] for pack in self.weights]
         if self.packing is not None:
             described["packing"] = self.packing.to_json()
+        if self.grouping is not None:
+            described["grouping"] = self.grouping.to_json()
         if in_table := [each.to_json() for each in self.redacted.values() if each.in_table]:
             described["redacted"] = in_table
         if self.overlays.groups:
@@ -201,6 +206,7 @@ class ShardTable:
             rows = rows if format_number > 1 else _upgraded(rows)
             overlays = Overlays(tuple(map(OverlayGroup.of_json, described.get("overlays", ()))))
             is_weighted = "weights" in described or (format_number == _VALUES_FORMAT and not overlays.groups)
+            is_grouped = "grouping" in described or format_number == TABLE_FORMAT
             is_packed = "packing" in described or format_number == _PACKED_FORMAT
             wanted = {_OVERLAY: overlays.groups, _WEIGHT: is_weighted, _PACKS: is_packed}
             further = [column for column, has_column in wanted.items() if has_column]
@@ -226,16 +232,19 @@ class ShardTable:
                 {each.shard.digest: each for each in redacted},
                 overlays=overlays,
                 packing=Packing.of_json(described["packing"]) if is_packed else None,
+                grouping=Grouping.of_json(described["grouping"]) if is_grouped else None,
             )
         except (pa.ArrowException, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
 
     @property
     def _format(self) -> int:
-        # Earlier releases read a plain view, and refuse one whose weights or packs they would ignore, and shards that
-        # they cannot decode.
-        if has_compression(self.sample_schema):
+        # Earlier releases read a plain view, and refuse one whose weights, packs or groups they would ignore, and
+        # shards that they cannot decode.
+        if self.grouping is not None:
             return TABLE_FORMAT
+        if has_compression(self.sample_schema):
+            return _COMPRESSED_FORMAT
         if self.packing is not None:
             return _PACKED_FORMAT
         return _VALUES_FORMAT if self.weights or self.overlays.groups else _PLAIN_FORMAT
@@ -387,7 +396,7 @@ class ShardTable:
         return None if place is None else self.overlays.shard(objects, place)
 
     def objects(self) -> set[Digest]:
-        """Return the digests of all objects of the table: shards, indexes, deletions, weights, packs, overlays."""
+        """Return the digests of all objects: shards, indexes, deletions, weights, packs, aspects, overlays."""
         values = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
         digests = {Digest(value.hex()) for value in values if value is not None}
         others = {each.digest for each in self.packs} | {each.digest for each in self.overlays.objects()}
@@ -395,8 +404,9 @@ class ShardTable:
 
     @property
     def packs(self) -> tuple[WeightPack, ...]:
-        """The objects with the weights of the samples, or with the packs of the documents."""
-        return self.weights if self.packing is None else self.packing.objects
+        """The objects with the weights and the aspects of the samples, or with the packs of the documents."""
+        aspects = self.grouping.objects if self.grouping is not None else ()
+        return (self.weights if self.packing is None else self.packing.objects) + aspects
 
     def with_redactions(self, redactions: Redactions) -> ShardTable:
         """Return the table with the new objects in place of those that were replaced; rows stay."""

@@ -1,4 +1,4 @@
-"""What the table of a view has beside that of a version: its origin, and weights or packs of its samples.
+"""What the table of a view has beside that of a version: its origin, and weights, packs or groups of its samples.
 
 `EpochGrid` says how often an epoch serves each sample of a weighted split: a systematic grid over the table. An epoch
 has N samples with the total weight W. Sample i has the weights from C_i to C_i + w_i of the cumulative
@@ -24,6 +24,8 @@ from datasvc.order import OrderConfig
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
+GROUPS_PER_BLOCK: Final = 32
+"""Groups whose samples are sorted together, see `packing.groups`."""
 _PURPOSE: Final = 4  # the order uses 1 to 3, see `datasvc.order`
 _MAX_EXACT: Final = 1 << 62
 
@@ -32,7 +34,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class WeightPack:
-    """The object that has the weights of the samples, or the packs of the documents, of some consecutive shards.
+    """The object with the weights or aspects of the samples, or the packs of the documents, of consecutive shards.
 
     Attributes:
         first_shard: number of its first shard; its last one is before the first shard of the next pack.
@@ -115,6 +117,36 @@ class Packing:
         return cls(
             rule=checked(fields["rule"], str), column=checked(fields["column"], str), objects=objects, **numbers
         )
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Groups of images of a similar aspect, in which the access order serves the samples of a split.
+
+    Attributes:
+        group: number of positions of a group.
+        objects: the aspects of the samples, as `packing.groups` stores them.
+    """
+
+    group: int
+    objects: tuple[WeightPack, ...]
+
+    @property
+    def span(self) -> int:
+        """Number of consecutive positions among which an order moves samples; at the end of an epoch up to twice."""
+        return GROUPS_PER_BLOCK * self.group
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the grouping as JSON values."""
+        return {"group": self.group, "objects": [[each.first_shard, each.digest] for each in self.objects]}
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> Grouping:
+        """Return the grouping of JSON values. Raise KeyError, TypeError, ValueError: they are not valid."""
+        objects = tuple(WeightPack(checked(first, int), parse_digest(digest)) for first, digest in fields["objects"])
+        if checked(fields["group"], int) < 1 or not objects or objects[0].first_shard != 0:
+            raise ValueError(f"grouping {fields!r}")
+        return cls(fields["group"], objects)
 
 
 @dataclass(frozen=True)

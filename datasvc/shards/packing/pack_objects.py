@@ -24,7 +24,7 @@ PACKS_FORMAT: Final = 1
 _PACK_BYTES: Final = 64_000_000
 _MAX_PACKS: Final = 8  # compressed objects in memory
 
-Kind = Literal["weights", "packs"]
+Kind = Literal["weights", "packs", "aspects"]
 
 
 class PackWriter:
@@ -102,7 +102,7 @@ class PackReader:
                 self._tables.move_to_end(pack.digest)
                 return self._tables[pack.digest]
         name = self._objects.location(pack.digest)
-        what = f"pack of {self._kind}" if self._kind == "weights" else "object of packs"
+        what = "pack of weights" if self._kind == "weights" else f"object of {self._kind}"
         table = decode_table(
             self._objects.read(pack.digest),
             name,

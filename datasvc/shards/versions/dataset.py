@@ -32,7 +32,7 @@ from datasvc.shards.packing.packs import Packs
 from datasvc.shards.packing.row_cache import RowMap
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns
-from datasvc.shards.versions.weights import Weights, open_order, open_packs
+from datasvc.shards.versions.weights import Opened, Weights, open_order, open_packs
 from datasvc.shown import Shown, to_frame
 
 if TYPE_CHECKING:
@@ -163,18 +163,18 @@ class Split(Shown):
         return self.deletions.row_map(self.table.stored_per_shard)
 
     @cached_property
-    def _packs(self) -> Weights | Packs | None:
+    def _opened(self) -> Opened:
         return open_packs(self.repository.objects, self.table)
 
     @property
     def weights(self) -> Weights | None:
         """The weights of the samples; None if the split is not weighted."""
-        return self._packs if isinstance(self._packs, Weights) else None
+        return self._opened.weights
 
     @property
     def packs(self) -> Packs | None:
         """The packs of the documents; None if the split is not packed."""
-        return self._packs if isinstance(self._packs, Packs) else None
+        return self._opened.packs
 
     @cached_property
     def num_positions(self) -> int:
@@ -183,7 +183,7 @@ class Split(Shown):
 
     def access_order(self, config: OrderConfig, epoch: int) -> AccessOrder:
         """Return the access order of an epoch; its rows are rows of `stored_rows`, or numbers of packs."""
-        return open_order(self.table, self._packs, config, epoch)
+        return open_order(self.table, self._opened, config, epoch)
 
     @property
     def title(self) -> str:
@@ -308,6 +308,25 @@ class Split(Shown):
         )
         return view
 
+    def grouped_by_aspect(self, group: int) -> Split:
+        """Return the view that serves images of a similar aspect together, so that batches need little padding.
+
+        Each epoch serves each sample as often as before, in groups: positions k * group to (k + 1) * group - 1 are
+        neighbours among about 32 * `group` samples sorted by width : height. Samples that fill no group come last.
+        The view is computed once and stored, and later calls open it.
+
+        Args:
+            group: samples of a group: the global batch, `batch_size` times the ranks. It is a part of the view, so a
+                run continues with the same order at other numbers of ranks, and a batch that divides the group
+                evenly has similar images there too.
+
+        Raises:
+            ConfigError: the column `image` has no measured sizes; the split has groups or packs; or see `where`,
+                with its other errors.
+        """
+        view: Split = _views("group").grouped_by_aspect(self, group)
+        return view
+
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names; label i belongs to `classes[i]`. Empty for a split without class names."""
@@ -345,7 +364,7 @@ class Split(Shown):
             return self._open[number]
 
 
-def _views(module: Literal["choose", "pack", "reference", "weigh"]) -> Any:
+def _views(module: Literal["choose", "group", "pack", "reference", "weigh"]) -> Any:
     # A static import would make a split depend on its views, which are splits.
     return import_module(f"datasvc.shards.views.{module}")
 

@@ -47,7 +47,7 @@ _SHARDS_AT_ONCE = 4
 _STRUCTURES_AT_ONCE = 16
 _MAX_LISTED_KEYS: Final = 10
 
-Role = Literal["shard table", "deletions", "weights", "packs", "columns", "sample index", "shard"]
+Role = Literal["shard table", "deletions", "weights", "packs", "aspects", "columns", "sample index", "shard"]
 Kind = Literal["missing", "truncated", "changed", "contradictory"]
 
 
@@ -229,6 +229,8 @@ class _SplitCheck:
             except (NotFoundError, CorruptDataError) as error:
                 name, samples = self._split.name, self._table.num_samples
                 what: Role = "weights" if self._table.packing is None else "packs"
+                if pack not in self._table.weights and self._table.grouping is not None:
+                    what = "aspects"
                 yield DatasetProblem(_kind_of(error), what, name, pack.digest, str(error), num_samples=samples)
 
     def _check_deletions(self) -> list[DatasetProblem]:

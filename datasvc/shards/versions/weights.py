@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from datasvc.order import AccessOrder, OrderConfig
 from datasvc.repository import Objects
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.view_table import EpochGrid
+from datasvc.shards.packing.groups import Aspects, GroupedOrder
 from datasvc.shards.packing.pack_objects import PackReader
 from datasvc.shards.packing.packs import PackedOrder, Packs, find_copies
 from datasvc.shards.packing.row_cache import RowCache, RowMap
@@ -100,17 +101,30 @@ class WeightedOrder(AccessOrder):
         return find_copies(self, shards, rows, lambda shard: (self._served_rows(shard), None))
 
 
-def open_packs(objects: Objects, table: ShardTable) -> Weights | Packs | None:
-    """Return the weights of a table, or its packs of documents; None if it has neither."""
-    if table.packing is not None:
-        return Packs(objects, table, table.packing)
-    return Weights(objects, table) if table.weights else None
+class Opened(NamedTuple):
+    """What the access order of a table needs beside it; None for what the table does not have."""
+
+    weights: Weights | None = None
+    packs: Packs | None = None
+    aspects: Aspects | None = None
 
 
-def open_order(table: ShardTable, packs: Weights | Packs | None, config: OrderConfig, epoch: int) -> AccessOrder:
-    """Return the access order of an epoch of a split; for `packs`, see `open_packs`."""
-    if isinstance(packs, Packs):
-        return PackedOrder(table, packs, config, epoch)
-    if packs is None:
-        return AccessOrder(table.samples_per_shard, config, epoch)
-    return WeightedOrder(table, packs, config, epoch)
+def open_packs(objects: Objects, table: ShardTable) -> Opened:
+    """Return the weights of a table, its packs of documents, and the aspects of its images."""
+    return Opened(
+        Weights(objects, table) if table.weights else None,
+        Packs(objects, table, table.packing) if table.packing is not None else None,
+        Aspects(objects, table, table.grouping) if table.grouping is not None else None,
+    )
+
+
+def open_order(table: ShardTable, opened: Opened, config: OrderConfig, epoch: int) -> AccessOrder:
+    """Return the access order of an epoch of a split; for `opened`, see `open_packs`."""
+    if opened.packs is not None:
+        return PackedOrder(table, opened.packs, config, epoch)
+    order = (
+        AccessOrder(table.samples_per_shard, config, epoch)
+        if opened.weights is None
+        else WeightedOrder(table, opened.weights, config, epoch)
+    )
+    return order if opened.aspects is None else GroupedOrder(order, opened.aspects)

@@ -107,8 +107,11 @@ class ViewBuilder:
     """
 
     def __init__(self, split: Split, step: str) -> None:
-        if split.packs is not None:
-            raise ConfigError(f"{split.title} is packed; choose the samples first, and then pack the view")
+        if split.packs is not None or split.table.grouping is not None:
+            state, verb = ("packed", "pack") if split.packs is not None else ("grouped by aspect", "group")
+            raise ConfigError(
+                f"{split.title} is {state}; choose or weigh the samples first, and then {verb} the view"
+            )
         self._split = split
         self._step = step
         counts = split.table.samples_per_shard

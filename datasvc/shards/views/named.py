@@ -6,6 +6,7 @@ An entry names the table of a view, or records that the name was removed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -197,6 +198,19 @@ def tables_of_name(repository: Repository, dataset: str, name: str) -> set[Diges
         # A run that read a replaced view may continue; a removal ends all of them.
         tables = tables | {_parse(dataset, name, entry).table} if entry.content.get("table") is not None else set()
     return tables
+
+
+def find_stored(split: Split, key: str) -> Split | None:
+    """Return the view of a split that is stored under a name of ours; None if there is none any more.
+
+    Raises:
+        CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
+    """
+    for digest in tables_of_name(split.repository, split.dataset.partition("@")[0], key):
+        view = Split(split.name, split.dataset, split.repository, digest)
+        with suppress(NotFoundError):  # its objects were deleted: the caller makes the view again
+            return view if view.table.view is not None else None
+    return None
 
 
 def _parse(dataset: str, name: str, entry: Entry) -> NamedView:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
 
-from datasvc.errors import BadSampleError, ConfigError, NotFoundError
+from datasvc.errors import BadSampleError, ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.shards.format.reader import Shard
@@ -27,7 +27,7 @@ from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.packing.packs import encode_packs
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH
 from datasvc.shards.versions.dataset import Split
-from datasvc.shards.views.named import save_view, tables_of_name
+from datasvc.shards.views.named import find_stored, save_view
 from datasvc.threads import map_in_threads
 
 RULES: Final = ("best-fit",)
@@ -79,7 +79,7 @@ def packed(
     _check(split, chosen)
     # A function has no identity that a later process could compare, so its packs are stored without a name.
     key = None if lengths is not None else _key(split, chosen)
-    view = None if key is None else _find(split, key)
+    view = None if key is None else find_stored(split, key)
     if view is None:
         view = _build(split, chosen, lengths)
         if key is not None:
@@ -91,14 +91,6 @@ def packed(
 def _key(split: Split, rule: _Rule) -> str:
     identity = json.dumps([split.digest, *vars(rule).values()], default=str)
     return f"packed-{blake3(identity.encode()).hexdigest()[:24]}"
-
-
-def _find(split: Split, key: str) -> Split | None:
-    for digest in tables_of_name(split.repository, split.dataset.partition("@")[0], key):
-        view = Split(split.name, split.dataset, split.repository, digest)
-        with suppress(NotFoundError):  # its objects were deleted: pack again
-            return view if view.table.packing is not None else None
-    return None
 
 
 def _build(split: Split, rule: _Rule, lengths: Lengths | None) -> Split:
@@ -227,9 +219,9 @@ def _check(split: Split, rule: _Rule) -> None:
         raise ConfigError(f"block_tokens is {rule.block_tokens!r}; expected an integer from 1 to {_MAX_BLOCK_TOKENS}")
     if rule.too_long not in ("cut", "refuse"):
         raise ConfigError(f"too_long is {rule.too_long!r}; expected 'cut' or 'refuse'")
-    if split.weights is not None or split.packs is not None:
-        state = "weighted" if split.packs is None else "packed already"
-        raise ConfigError(f"{split.title} is {state}; expected a split or a view without weights and packs")
+    if split.weights is not None or split.packs is not None or split.table.grouping is not None:
+        state = "packed already" if split.packs is not None else "weighted or grouped"
+        raise ConfigError(f"{split.title} is {state}; expected a split or a view without weights, packs and groups")
     schema = split.table.sample_schema
     if DOCUMENT_STARTS in schema.names:
         raise ConfigError(f"{split.title} has blocks of several documents; expected samples of one document each")
