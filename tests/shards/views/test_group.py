@@ -112,6 +112,31 @@ def test_each_epoch_serves_what_it_serves_without_groups_and_neighbours_of_an_as
         assert (len({tuple(each[part]) for each in orders}) == 1) == is_constant
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=lambda each: f"{each.shuffle} {each.sticky}")
+def test_positions_are_located_one_by_one_as_all_at_once_and_found_again(split, monkeypatch, order):
+    view = split.grouped_by_aspect(GROUP)
+    whole = np.stack(view.access_order(order, 1).locate(np.arange(271)))
+    monkeypatch.setattr(groups, "_POSITIONS_AT_ONCE", 1)
+    access = view.access_order(order, 1)
+    positions = np.random.default_rng(0).permutation(271)
+    assert np.array_equal(np.stack(access.locate(positions)), whole[:, positions])
+    for position in positions[:50].tolist():
+        assert np.array_equal(np.concatenate(access.locate([position])), whole[:, position])
+        assert access.positions_of(*whole[:, [position]]) == position
+    assert np.array_equal(access.positions_of(*whole), np.arange(271))
+    for wrong in (-1, 271):
+        with pytest.raises(IndexError, match="outside 0..270"):
+            access.locate([wrong])
+
+
+def test_samples_that_fill_no_group_have_any_aspect(split):
+    view = split.grouped_by_aspect(10)
+    last = [served(view, ORDERS[0], epoch)[-1] for epoch in range(12)]
+    above = [sum(aspect(number) > aspect(each) for number in range(NUM)) / NUM for each in last]
+    assert min(above) < 0.3
+    assert max(above) > 0.7
+
+
 def test_an_aspect_is_a_number_from_tall_to_wide_with_squares_in_the_middle():
     sizes = [(1, 9999), (300, 400), (30, 31), (7, 7), (0, 0), (31, 30), (400, 300), (9999, 1)]
     codes = encode_aspects(*np.array(sizes).T)
