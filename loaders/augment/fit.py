@@ -34,7 +34,8 @@ class Fit:
             it is the longer side of all images.
         multiple: height and width of a batch are multiples of it, such as the largest stride of a model.
         max_bytes: the largest batch that the data set may give, in bytes of its images. A loader keeps up to
-            `DecodeConfig.prefetch` + 2 batches. With larger ones, it is not created.
+            `DecodeConfig.prefetch` + 2 batches. With larger ones, it is not created. The masks of the objects of a
+            batch may take as many more, which is known only when the batch is read: it is an error then.
 
     Raises:
         ConfigError: a value is out of range or of another type.
@@ -103,6 +104,16 @@ class Fit:
                 "or a larger max_bytes"
             )
         return height, width
+
+    def check_masks(self, count: int, frame: tuple[int, int]) -> None:
+        """Raise ConfigError if `count` masks of objects of the height and width of a batch exceed `max_bytes`."""
+        height, width = frame
+        if count * height * width > self.max_bytes:
+            raise ConfigError(
+                f"a batch has {count} masks of objects, of {width}x{height} pixels each with their padding: "
+                f"{count * height * width} bytes, above max_bytes={self.max_bytes}. Create the loader with a smaller "
+                "batch_size or Fit(longer=...), or a larger max_bytes, and load the last state"
+            )
 
     def plan(
         self,

@@ -215,8 +215,7 @@ def draw_masks(
         BadSampleError: a polygon is no such list, run lengths are not those of the image, or the masks would take
             more than a GiB.
     """
-    objects = list(zip_longest(stored or [], stored_runs or []))
-    has_mask = np.array([bool(polygons or runs) for polygons, runs in objects], np.bool_)
+    has_mask = find_masks(stored, stored_runs)
     count = int(has_mask.sum())
     width, height = view.shown
     if count * width * height > _MAX_MASK_BYTES:
@@ -224,7 +223,8 @@ def draw_masks(
             f"its {count} masks of {width}x{height} pixels would take more than {_MAX_MASK_BYTES} bytes"
         )
     masks = np.zeros((count, height, width), np.uint8)
-    for mask, (polygons, runs) in zip(masks, filter(any, objects), strict=True):
+    objects = filter(any, zip_longest(stored or [], stored_runs or []))
+    for mask, (polygons, runs) in zip(masks, objects, strict=True):
         if polygons:
             draw_polygons(polygons, view, mask.view(np.bool_))
             continue
@@ -234,6 +234,13 @@ def draw_masks(
             raise BadSampleError(f"the run lengths of an object are not valid: {error}") from error
         mask[...] = whole[view.nearest(view.width, view.height)]
     return has_mask, masks
+
+
+def find_masks(stored: Any, stored_runs: Any = None) -> npt.NDArray[np.bool_]:
+    """Return whether each object of a sample has a mask, `bool[n]`; for the arguments, see `draw_masks`."""
+    return np.array(
+        [bool(polygons or runs) for polygons, runs in zip_longest(stored or [], stored_runs or [])], np.bool_
+    )
 
 
 def boxes_of_masks(masks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

@@ -283,17 +283,17 @@ def collect_objects(
     empty |= {} if mosaics is None else {"origins": np.int64}
     joined = {name: [np.empty(0, dtype)] for name, dtype in empty.items()}
     joined |= {name: [np.empty(shape, np.float32)] for name, shape in shapes.items()}
-    if columns.polygons:
-        joined["masks"] = [np.empty((0, *frame), np.uint8)]
+    masks: list[npt.NDArray[np.uint8]] = []
     for index, collected in rows:
         if index not in found.bad:
             objects = _fit(collected, columns.objects) if columns.objects.fit_to_masks else collected
             objects["samples"] = np.full(len(objects["numbers"]), index, np.int64)
-            if columns.polygons:
-                objects["masks"] = _pad(objects["masks"], frame)
+            masks += [objects.pop("masks")] if columns.polygons else []
             for name, values in objects.items():
                 joined[name].append(values)
     found.arrays = {name: np.concatenate(parts) for name, parts in joined.items()}
+    if columns.polygons:
+        found.arrays["masks"] = _join(masks, frame)
     return found
 
 
@@ -339,10 +339,15 @@ def _fit(objects: dict[str, npt.NDArray[Any]], config: ObjectConfig) -> dict[str
     return {name: values[is_kept] for name, values in fitted.items()}
 
 
-def _pad(masks: npt.NDArray[Any], frame: tuple[int, int]) -> npt.NDArray[Any]:
-    """Return masks with zeros to their right and below them, up to the height and width of the output."""
-    (_, height, width), (whole_height, whole_width) = masks.shape, frame
-    return np.pad(masks, ((0, 0), (0, whole_height - height), (0, whole_width - width)))
+def _join(parts: list[npt.NDArray[np.uint8]], frame: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """Return the masks of all samples, with zeros to their right and below them, up to the size of the output."""
+    # Written to their place: padded parts that are then joined take twice the memory.
+    joined, start = np.zeros((sum(map(len, parts)), *frame), np.uint8), 0
+    for masks in parts:
+        stop = start + len(masks)
+        joined[start:stop, : masks.shape[1], : masks.shape[2]] = masks
+        start = stop
+    return joined
 
 
 def _sample_objects(

@@ -28,7 +28,7 @@ from datasvc.loaders.augment.augment import (
 from datasvc.loaders.augment.edits import Edit, plan_edit
 from datasvc.loaders.augment.fit import Fit
 from datasvc.loaders.augment.mosaic import Mosaics, plan_mosaics
-from datasvc.loaders.augment.objects import View
+from datasvc.loaders.augment.objects import View, find_masks
 from datasvc.loaders.core.batch import register_tree
 from datasvc.loaders.core.batches import SampleBatch, read_lists
 from datasvc.loaders.core.state import changed_fields
@@ -130,6 +130,8 @@ class ImageDecoder:
             names = [self._columns.polygons, self._columns.runs]
             stored = read_lists(kept, [name for name in names if name is not None])
             polygons, lengths = (stored.get(name or "", [None] * len(views)) for name in names)
+            if isinstance(self._plan.size, Fit):  # before they are drawn
+                self._plan.size.check_masks(int(sum(map(np.sum, map(find_masks, polygons, lengths)))), frame)
             drawn = self._masks.draw(polygons, lengths, views)
         self._in_progress.append(FedBatch(batch, windows, views, runs, drawn))
 

@@ -212,6 +212,27 @@ def test_images_whose_sizes_are_not_stored_need_a_longest_side(split):
             assert (batch.sizes.max(axis=1) == 60).all()
 
 
+def test_masks_of_objects_are_counted_before_they_are_drawn(split, monkeypatch):
+    with make(split, masks=(), boxes=None, keypoints=None) as loader:
+        batches = list(loader)
+        needed = [batch.objects["masks"].numel() for batch in batches]
+        assert batches[0].objects["masks"].shape[1:] == batches[0].images.shape[2:]
+    most = max(range(len(needed)), key=needed.__getitem__)
+    config = ObjectConfig(num_keypoints=2, flip_pairs=((0, 1),))
+    largest = make(split)._config.frame
+    for max_bytes in (needed[most], needed[most] - 1):
+        monkeypatch.setattr(Fit, "largest_frame", lambda *_: largest)  # whose images take more
+        with make(split, size=Fit(max_bytes=max_bytes), masks=(), objects=config) as loader:
+            if max_bytes < needed[most]:
+                monkeypatch.setattr("datasvc.loaders.decode.masks.draw_masks", lambda *_: pytest.fail("drawn"))
+                loader.load_state_dict({**loader.state_dict(), "position": 4 * most})
+                with pytest.raises(ConfigError, match=f"{needed[most]} bytes, above max_bytes={max_bytes}"):
+                    next(iter(loader))
+                assert loader.state_dict()["position"] == 4 * most
+            else:
+                assert [batch.objects["masks"].numel() for batch in loader] == needed
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
