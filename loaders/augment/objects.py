@@ -134,6 +134,8 @@ def read_keypoints(value: Any, num_keypoints: int) -> Floats:
 
 
 def _numbers(value: Any, shape: tuple[int, ...], what: str, expected: str) -> Floats:
+    if isinstance(value, np.ndarray):
+        return value  # it was read before
     rows = [] if value is None else value
     size = int(np.prod(shape[1:]))
     try:

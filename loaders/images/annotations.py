@@ -269,14 +269,14 @@ def collect_objects(
         mosaics: the images of each output; None: its own. With them, there is an array `origins`.
     """
     found, rows = BatchObjects(), []
+    stored = {index: {name: lists[name][index] for name in columns.lists} for index in views}
     for index, view in views.items():
-        stored = {name: lists[name][index] for name in columns.lists}
         try:
-            rows.append((index, _sample_objects(columns, stored, view, found, index, drawn.get(index))))
+            rows.append((index, _sample_objects(columns, stored[index], view, found, index, drawn.get(index))))
         except BadSampleError as error:
             found.bad[index] = str(error)
     if mosaics is not None:
-        rows = list(_mosaic_objects(columns, lists, views, drawn, found, mosaics))
+        rows = list(_mosaic_objects(columns, stored, views, drawn, found, mosaics))
     empty: dict[str, Any] = {"samples": np.int64, "numbers": np.int64, **columns.values}
     shapes: dict[str, tuple[int, ...]] = {"boxes": (0, 4)} if columns.boxes else {}
     shapes |= {"keypoints": (0, columns.num_keypoints, 3)} if columns.keypoints else {}
@@ -299,7 +299,7 @@ def collect_objects(
 
 def _mosaic_objects(
     columns: AnnotationColumns,
-    lists: Mapping[str, Sequence[Any]],
+    stored: Mapping[int, dict[str, Any]],
     views: Mapping[int, View],
     drawn: Mapping[int, Drawn],
     found: BatchObjects,
@@ -311,10 +311,9 @@ def _mosaic_objects(
         for tile in mosaics.tiles(index):
             if tile.source not in good:
                 continue
-            stored = {name: lists[name][tile.source] for name in columns.lists}
             view = tile.view(good[tile.source])
             counted = BatchObjects()  # bad boxes are counted where the whole image is collected
-            objects = _sample_objects(columns, stored, view, counted, index, drawn.get(tile.source))
+            objects = _sample_objects(columns, stored[tile.source], view, counted, index, drawn.get(tile.source))
             corner = np.array([tile.columns.start, tile.rows.start], np.float32)
             if "boxes" in objects:
                 objects["boxes"] += np.tile(corner, 2)
@@ -352,13 +351,16 @@ def _join(parts: list[npt.NDArray[np.uint8]], frame: tuple[int, int]) -> npt.NDA
 
 def _sample_objects(
     columns: AnnotationColumns,
-    stored: Mapping[str, Any],
+    stored: dict[str, Any],
     view: View,
     found: BatchObjects,
     index: int,
     drawn: Drawn | None,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the objects of a sample by column. Raises BadSampleError: its lists differ in length or form."""
+    """Return the objects of a sample by column. Raises BadSampleError: its lists differ in length or form.
+
+    Boxes and keypoints in `stored` become arrays, so that other tiles of a mosaic do not parse their lists again.
+    """
     config = columns.objects
     given = {name: len(value) for name, value in stored.items() if value is not None}
     has_mask, masks = (None, None) if drawn is None else drawn.result()
@@ -370,6 +372,8 @@ def _sample_objects(
     numbers: Integers = np.arange(max(given.values(), default=0))
     if columns.boxes is not None:
         boxes = read_boxes(stored[columns.boxes])
+        if columns.boxes in given:
+            stored[columns.boxes] = boxes
         bad = find_bad_boxes(boxes, view.width, view.height)
         if bad and config.on_bad != "drop":
             (found.bad if config.on_bad == "mask" else found.raised)[index] = "; ".join(bad.values())
@@ -385,6 +389,8 @@ def _sample_objects(
         objects["masks"] = masks[(np.cumsum(has_mask) - 1)[numbers]]
     if columns.keypoints is not None:
         keypoints = read_keypoints(stored[columns.keypoints], columns.num_keypoints)
+        if columns.keypoints in given:
+            stored[columns.keypoints] = keypoints
         if len(keypoints) < len(numbers):
             raise BadSampleError("its list of keypoints is null, and its other lists have objects")
         objects["keypoints"] = map_keypoints(keypoints[numbers], view, config.flip_pairs or ())

@@ -19,6 +19,7 @@ from datasvc.loaders import (
     PixelFormat,
     VideoLoader,
 )
+from datasvc.loaders.images import annotations
 from datasvc.repository import Repository
 from tests.loaders.images.test_geometry import SIZE, inside, write
 from tests.loaders.images.test_own_sizes import outlined
@@ -268,3 +269,21 @@ def test_a_wrong_probability_and_a_mosaic_of_videos_are_refused(split):
         AugmentConfig(mosaic_epochs=-1)
     with pytest.raises(ConfigError, match="has a mosaic"):
         VideoLoader(split, batch_size=4, training=True, frames=2, augment=AugmentConfig(mosaic=0.5))
+
+
+def test_the_lists_of_a_sample_are_parsed_once_for_all_tiles(split, monkeypatch):
+    parsed = []
+
+    def counting(read):
+        def count(value, *options):
+            parsed.append(isinstance(value, list))
+            return read(value, *options)
+
+        return count
+
+    for name in ("read_boxes", "read_keypoints"):
+        monkeypatch.setattr(annotations, name, counting(getattr(annotations, name)))
+    with make(split, augment=dataclasses.replace(MOSAIC, mosaic=1), decode=DecodeConfig(prefetch=0)) as loader:
+        next(iter(loader))
+    assert sum(parsed) == 2 * 8
+    assert len(parsed) > 2 * 8 * 4
