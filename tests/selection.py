@@ -40,6 +40,12 @@ def pytest_configure(config):
         globals()["_record"] = Path(os.environ.pop(RECORD))
 
 
+def pytest_itemcollected(item):
+    # So `make test` has the same tests, and takes as long, on a machine with a browser and on a bare one.
+    if "browser" in item.fixturenames:
+        item.add_marker("slow")
+
+
 def pytest_collection_modifyitems(config, items):
     _put_slow_files_first(items)
     if PASSED in os.environ:

@@ -34,6 +34,9 @@ def broken_at_its_end():
 def test_with_a_bad_end(broken_at_its_end): pass
 @pytest.mark.slow
 def test_new_here(): pass
+@pytest.fixture
+def browser(): return None
+def test_of_a_page(browser): pass
 """
 CONFTEST = """
 from tests import selection
@@ -55,8 +58,9 @@ def test_a_second_run_leaves_out_what_passed_and_cannot_differ(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: in the second run only\n")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)
-    _, printed = run_tests(tmp_path, "-m", "not slow", **{RECORD: str(tmp_path / "passed")})
+    ran, printed = run_tests(tmp_path, "-m", "not slow", **{RECORD: str(tmp_path / "passed")})
     assert "left out" not in printed
+    assert not ran & {"test_new_here", "test_of_a_page"}
     ran, printed = run_tests(tmp_path, "-n", "1", NOW="1", **{PASSED: str(tmp_path / "passed")})
     assert ran == set(re.findall(r"def (test_\w+)", TESTS)) - {"test_plain"}, printed
     assert "left out 1 tests" in printed
