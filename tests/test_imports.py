@@ -300,6 +300,7 @@ def test_an_import_against_the_direction_is_found(module, line, tmp_path):
     assert violations(path, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tests", "tools", "examples"])
 def test_programs_import_the_folders_by_their_package(folder):
     """`import loaders` works here, since the folder is in the root, and nowhere else."""
@@ -376,6 +377,7 @@ def test_importing_datasvc_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_importing_the_training_program_loads_no_web_server_no_queries_and_no_optimizer_of_a_layout():
     unneeded = ("pandas", "pyarrow.dataset", "duckdb", "aiohttp", "torch.distributed.optim")
     code = f"import sys, datasvc.trainer.recipes.train; print([name for name in {unneeded!r} if name in sys.modules])"

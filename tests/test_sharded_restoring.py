@@ -83,6 +83,7 @@ def test_bad_and_missing_objects_come_from_the_other_repository_and_are_logged(s
     assert "is missing" in str(error) or isinstance(error, CorruptDataError)
 
 
+@pytest.mark.slow
 def test_table_state_and_sharding_come_from_the_other_repository_too(stored, tmp_path):
     copy = copy_of(stored, tmp_path / "copy")
     entry = describe_model(stored, "m@1").entry

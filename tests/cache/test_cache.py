@@ -161,6 +161,7 @@ def test_what_dropped_shards_held_is_released(tmp_path, repository, folder):
         assert shard.sample(0)  # its mapping lives on
 
 
+@pytest.mark.slow
 def test_shards_that_the_garbage_collector_finds_in_the_middle_of_anything_are_released(
     tmp_path, repository, folder, monkeypatch
 ):

@@ -33,6 +33,7 @@ def pets(repository, folder):
     return repository
 
 
+@pytest.mark.slow
 def test_a_data_set_from_folder_to_cache(folder, tmp_path):
     where = {"repo": tmp_path / "repo", "cache": tmp_path / "cache"}
     done = datasvc("ingest", folder, "pets", "--shard-size", "4kB", "-m", "hello", **where)
@@ -137,6 +138,7 @@ def test_a_repository_of_a_later_format_is_refused(pets):
     assert (done.returncode, "upgrade datasvc" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_ends_with_5(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")

@@ -72,6 +72,7 @@ def test_a_version_shows_its_parents_tags_and_what_is_not_finite(cnn, run, run_j
         run("restore", "cnn@1", "nowhere")
 
 
+@pytest.mark.slow
 def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_json):
     assert run("tag", "cnn@1", "prod", "--expect", "none") == "cnn@prod is cnn@1\n"
     assert run("tag", "cnn@2", "prod", "--expect", "cnn@1") == "cnn@prod is cnn@2\n"
@@ -168,6 +169,7 @@ def test_retention_gives_a_reason_for_each_kept_version_and_removes_the_others_w
     assert run_json("gc", "--no-writers", "--grace", "0s", "--yes")["dry_run"] is False
 
 
+@pytest.mark.slow
 def test_several_versions_are_a_table_with_a_column_each(cnn, run, run_json):
     versions = ["cnn@1", "cnn@2", "base"]
     assert run("compare", *versions).splitlines()[1:] == ["step\t100\t200\t9", "metrics.acc\t0.5\t0.75\t-"]

@@ -28,6 +28,7 @@ def run(capsys, monkeypatch):
     return run_command
 
 
+@pytest.mark.slow
 def test_import_and_export_say_what_they_did(run, repository, tmp_path):
     torch.save({"fc.weight": torch.ones(4, 3), "fc.bias": torch.zeros(4)}, tmp_path / "net.pth")
     said = run(
@@ -54,6 +55,7 @@ def test_import_and_export_say_what_they_did(run, repository, tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["safetensors", "torch", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_every_format_comes_back_through_the_command_line(run, repository, tmp_path, target):
     save(repository, "net", {"model": {"w": torch.randn(3)}, "step": 5}, step=5)

@@ -26,6 +26,7 @@ def models(repository):
     return repository
 
 
+@pytest.mark.slow
 def test_verify_ends_with_3_and_names_the_tensor_until_it_is_repaired(models, tmp_path):
     copy = copy_of(models, tmp_path / "copy")
     done = run("models", "verify", "--all", "--repo", models.url)

@@ -26,6 +26,7 @@ def test_the_module_is_the_program(tmp_path):
     assert done.stderr == run("ls", "--repo", tmp_path / "missing").stderr
 
 
+@pytest.mark.slow
 def test_a_command_after_two_dashes_has_its_options(tmp_path):
     # In a process where no command has options yet: they stay.
     said = run_apart("--", "samples", "pets", "--max-shards", "3", "--repo", tmp_path / "missing").stderr
@@ -47,6 +48,7 @@ def test_a_shell_completes_commands_and_options(words, completed):
     assert (done.returncode, done.stdout.split()) == (0, completed)
 
 
+@pytest.mark.slow
 def test_the_script_of_a_shell_is_for_the_name_of_the_program_however_it_was_started():
     variables = {**os.environ, "_DATASVC_COMPLETE": "source_bash"}
     words = [sys.executable, "-m", "datasvc"]

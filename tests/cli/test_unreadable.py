@@ -92,6 +92,7 @@ def plain(tmp_path_factory):
     return repository
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_version_with_a_field_of_an_odd_type_is_one_line_and_status_3(plain, command):
     path = plain.storage.local_path("models/cnn/versions/00000002.json")

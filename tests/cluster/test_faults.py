@@ -132,6 +132,7 @@ def test_a_slow_node_is_left_alone(cluster, separate_network):
     assert cluster.complaints("num_failed") > 0
 
 
+@pytest.mark.slow
 def test_a_byte_that_flipped_on_a_nodes_disk_goes_no_further(cluster):
     cluster.start_all()
     cluster.stage_on([cluster.bad])

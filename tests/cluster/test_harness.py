@@ -57,6 +57,7 @@ def ask(client, server, port, timeout_s=30.0):
     return client.run(sys.executable, "-c", CLIENT, server.address, port, timeout_s).split()[-1]
 
 
+@pytest.mark.slow
 @on_both
 def test_every_node_has_an_address_and_reaches_all_others(network):
     assert len({node.address for node in network.nodes}) == 4
@@ -65,6 +66,7 @@ def test_every_node_has_an_address_and_reaches_all_others(network):
         assert [ask(client, *at) for at in zip(network.nodes, ports, strict=True)] == ["10"] * 4
 
 
+@pytest.mark.slow
 @on_both
 def test_nodes_reach_an_origin_outside_that_counts_what_each_takes(network, tmp_path):
     (tmp_path / "object").write_bytes(bytes(5000))
@@ -114,6 +116,7 @@ def test_a_killed_machine_says_nothing_to_those_it_talked_to(separate_network):
     assert "TimeoutError" in client.errors()
 
 
+@pytest.mark.slow
 @on_both
 def test_a_frozen_node_holds_its_connections_and_answers_once_thawed(network):
     node, other = network.nodes[:2]

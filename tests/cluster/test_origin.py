@@ -163,6 +163,7 @@ def test_bytes_are_counted_by_path_and_anew_after_forget(origin):
     assert origin.num_bytes("/objects/") == 100
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_is_not_counted_as_served(store):
     with Origin(store.url, Limits(connection_rate=1e6)) as origin:
         connection = connect(origin)

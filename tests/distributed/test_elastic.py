@@ -84,6 +84,7 @@ print("in the second round", hvd.size())
 """
 
 
+@pytest.mark.slow
 def test_words_of_strangers_in_the_store_do_not_end_the_job(launcher):
     done = launcher.run(1, warm_python.command(), "-c", STRANGER, options=("--min-num-proc", "1"))
     assert done.returncode == 0, done.stderr

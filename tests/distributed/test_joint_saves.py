@@ -36,6 +36,7 @@ def run(folder, *scenarios):
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_the_ranks_share_the_work_and_each_finds_its_own_state_again(folder):
     ranks = run(folder, "share")["share"]
     assert [rank["versions"] for rank in ranks] == [["m@2", "m@3"]] * 3

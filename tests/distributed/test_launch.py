@@ -103,6 +103,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launcher, has_ended):
     assert all(has_ended(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_is_passed_on_to_every_rank(launcher, number):
     # In Python, because a shell without a terminal ignores SIGINT for what it starts.
@@ -120,6 +121,7 @@ def test_a_signal_is_passed_on_to_every_rank(launcher, number):
     assert "was the first to fail: it exited with status 5" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ranks_that_a_signal_ends_have_not_failed(launcher, number):
     """The launcher says in one line that the signal ended the job, without the last lines of a rank."""

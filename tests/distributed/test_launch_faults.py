@@ -122,6 +122,7 @@ print("noticed", child.returncode, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_notice_of_the_scheduler_reaches_each_rank_and_not_its_children(launcher):
     """pytorch/pytorch#154849: SIGUSR1, the notice of a preemption, ended the launcher, and no rank got it."""
     process = launcher.start(2, sys.executable, "-S", "-c", TAKES_NOTICE)
@@ -238,6 +239,7 @@ def test_a_forked_child_holds_no_pipe_to_a_guard(forked):
         forked(check)
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_killed_launcher_whose_child_holds_its_pipes(launcher, tmp_path, has_ended):
     script = tmp_path / "script.py"
     script.write_text(

@@ -175,6 +175,7 @@ def test_an_unreachable_host_is_named_with_the_error_of_ssh(launch, ssh):
     assert "  [1] ssh: connect to host bad9: No route" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_named_when_the_time_to_start_is_up(launch, ssh):
     ssh('case "$*" in *slow8*) exec sleep 1000;; esac')
     options = ("-H", "node7:1,slow8:2", "--start-timeout", "2", "--grace-s", "0.2")

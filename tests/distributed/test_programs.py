@@ -13,6 +13,7 @@ from tests.support import warm_python
 HIERARCHICAL = ("-H", "localhost:2,127.0.0.1:2", "--hierarchical-allreduce")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_operation_gives_what_torch_computes_from_all_inputs(launcher, num_ranks):
     launcher.run_program(num_ranks, "operations.py")

@@ -60,6 +60,7 @@ def test_a_folder_without_a_repository_is_a_warning(tmp_path):
     assert by_check(examine_repository("memory://none-here/repo"))["repository clock"].level == "ok"
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_a_problem(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")

@@ -42,6 +42,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["listed", "streamed"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_ends_an_ingest_that_continues_when_there_is_room(small_disk, tmp_path, kind, workers):

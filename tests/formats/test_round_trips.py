@@ -284,6 +284,7 @@ def test_keys_that_no_file_can_have_come_back(repository, tmp_path, export_forma
     assert digests(open_dataset(repository, "again")) == digests(dataset)
 
 
+@pytest.mark.slow
 def test_shards_of_a_single_sample_hold_what_large_ones_hold(versions, folder, repository):
     ingest(repository, str(folder / "json-lines"), "json-lines", shard_bytes=1)
     tiny = open_dataset(repository, "json-lines")

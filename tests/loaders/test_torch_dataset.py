@@ -186,6 +186,7 @@ def test_a_transform_draws_by_place_and_disturbs_nobody(digits):
     assert torch.equal(drawn, torch.stack([dataset[place]["drawn"] for place in places]))
 
 
+@pytest.mark.slow
 def test_without_an_order_a_transform_draws_as_torch_does(digits):
     dataset = Dataset(digits["train"], columns=("key",), transform=draw_everywhere)
     torch.manual_seed(3)

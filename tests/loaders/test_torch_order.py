@@ -61,6 +61,7 @@ def test_batches_follow_the_access_order(dataset, digits):
         assert [key for batch in loader for key in batch["key"]] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_batches_are_bit_equal_with_any_number_of_workers_and_epochs_differ(dataset, kind, num_workers):

@@ -70,6 +70,7 @@ def keys_of(batches):
     return [key for batch in batches for key in batch["key"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_for_goes_on_where_the_last_one_stopped_with_any_workers(dataset, epochs, kind):
     for num_workers, options in ((0, {}), (2, {}), (2, {"persistent_workers": True})):
@@ -81,6 +82,7 @@ def test_a_for_goes_on_where_the_last_one_stopped_with_any_workers(dataset, epoc
         assert_same(list(loader), epochs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_counts_what_was_handed_over_and_goes_to_any_number_of_workers(dataset, epochs, kind):
     saved = resumable(kind, dataset, 3, options={"prefetch_factor": 4})

@@ -294,6 +294,7 @@ def refusal_of(call):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::datasvc.errors.UnreadableVersionWarning")
 @pytest.mark.parametrize("call", [
     "ls", "log", "history", "describe", "describe_versions", pytest.param("find", marks=pytest.mark.slow),

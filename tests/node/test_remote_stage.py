@@ -38,6 +38,7 @@ def token_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--node", "--url"])
 def test_a_data_set_is_staged_by_a_running_node(run, pets, token_file, option):
     node = run(repositories=(pets.url,), token=TOKEN)
@@ -234,6 +235,7 @@ def test_the_name_in_a_nodes_certificate_may_be_given(run, pets, certificate):
         assert "certificate is not valid for 'other'" in other.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_peers_with_a_certificate_of_their_own_authority_are_read_with_ca(
     run, pets, certificate, tmp_path, token_file

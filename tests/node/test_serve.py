@@ -87,6 +87,7 @@ def test_a_node_serves_until_a_stop_signal(serving, origin):
     assert process.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["info", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_node_logs_its_start_its_jobs_and_its_end(serving, origin, folder, tmp_path, level):
     repository = origin[0]
@@ -109,6 +110,7 @@ def test_a_node_logs_its_start_its_jobs_and_its_end(serving, origin, folder, tmp
     )
 
 
+@pytest.mark.slow
 def test_a_stopping_node_ends_what_it_sends(serving, origin):
     repository, _, _ = origin
     info = repository.objects.put(bytes(8_000_000))
@@ -141,6 +143,7 @@ def test_an_address_that_is_taken_is_a_clear_error(origin, tmp_path):
     assert (done.returncode, "--port" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
 
 
+@pytest.mark.slow
 def test_other_machines_are_let_in_only_with_a_token(origin, tmp_path):
     where = ("--cache", tmp_path / "cache", "--repo", origin[0].url, "--budget", "10MB")
     done = run_to_end("serve", *where, "--host", "0.0.0.0", "--port", 0)
@@ -148,6 +151,7 @@ def test_other_machines_are_let_in_only_with_a_token(origin, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_repository_that_is_not_there_is_a_clear_error(tmp_path):
     done = run_to_end("serve", "--cache", tmp_path / "cache", "--repo", tmp_path / "none", "--budget", "1MB")
     assert (done.returncode, "no repository" in done.stderr) == (1, True)

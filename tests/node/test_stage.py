@@ -94,6 +94,7 @@ def slow(run, origin, tmp_path):
     return run(repositories=(origin[0].url,), origin_rate_bytes_s=20_000)
 
 
+@pytest.mark.slow
 def test_a_running_job_is_cancelled_and_keeps_what_has_arrived(slow):
     job_id = slow.ask("POST", "/stage", {"ref": "many"}).json["id"]
     slow.wait_for(lambda status: status["jobs"][0]["done_bytes"] > 0)

@@ -82,6 +82,7 @@ def equal(first, second):
     assert first.keys == second.keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_images_of_every_rank_are_replayed_bit_by_bit_with_their_masks(digits, world_size):
     repository, train_split = digits.repository, digits["train"]
@@ -212,6 +213,7 @@ def mixture_of_views(digits):
     return Mixture(parts, block=16, epoch_samples=800)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choose",
     [

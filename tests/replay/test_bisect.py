@@ -99,6 +99,7 @@ def settings_of(repo, **settings):
 
 
 # At a higher rate DiLoCo's outer momentum makes jumps of its own, on some processors more than on others.
+@pytest.mark.slow
 @pytest.mark.parametrize(("sync", "rate"), [("bsp", 0.02), pytest.param("diloco:8", 0.002, marks=pytest.mark.slow)])
 def test_a_poisoned_block_of_a_run_is_named_and_can_be_skipped(tmp_path, one_thread, sync, rate):
     repo = ingest_blocks(tmp_path, 64, 37)

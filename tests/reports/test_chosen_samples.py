@@ -250,6 +250,7 @@ def test_groups_are_those_of_columns_with_one_value(split, column):
         split.balanced(column)
 
 
+@pytest.mark.slow
 def test_purged_samples_belong_to_no_class_of_a_view_that_is_made_afterwards(repository):
     """treeverse/dvc#4903, pachyderm/pachyderm#4029: versions stay, without the bytes; what is empty is no value."""
     split = write(repository, "people", range(26), classes=("a", "b"), label=lambda number: int(number >= 13))

@@ -13,6 +13,7 @@ from datasvc.shards.sources.tabular.arrow_files import largest_batch
 from datasvc.shards.sources.tabular.parquet_footer import largest_cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
@@ -71,6 +72,7 @@ def test_damaged_messages_of_arrow_take_no_time_and_raise_nothing(seed):
             largest_batch(memoryview(content), is_file=content is damaged)
 
 
+@pytest.mark.slow
 def test_many_rows_of_one_value_are_ordinary(repository, folder):
     """apache/datafusion#9814: a constant column is compressed as much, and is read in batches."""
     folder.mkdir(exist_ok=True)

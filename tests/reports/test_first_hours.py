@@ -78,6 +78,7 @@ def test_equal_file_names_in_two_splits_do_not_look_like_equal_samples(tmp_path,
     assert "1 key is in two splits: accepted" in run("verify", "photos", "--repo", repository.url).stdout
 
 
+@pytest.mark.slow
 def test_a_file_of_a_whole_module_is_refused_without_a_part_to_leave_out(tmp_path):
     """bioimage-io/core-bioimage-io-python#486: `torch.save(model)` needs the class of the model to be read."""
     torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")

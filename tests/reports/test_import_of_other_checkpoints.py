@@ -56,6 +56,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_legacy", [False, True])
 def test_what_would_run_code_of_a_file_is_refused_only_if_it_is_kept(repository, tmp_path, is_legacy):
     """Comfy-Org/ComfyUI#7425, ROCm/Megatron-LM#56: the weights of a checkpoint beside the arguments."""

@@ -27,6 +27,7 @@ def classes_of(ui, address):  # noqa: F811
     return [sample["class"] for sample in ui.json(address, "samples")["samples"]]
 
 
+@pytest.mark.slow
 def test_a_class_is_one_click_away_wherever_it_stands(ui):  # noqa: F811
     """ultralytics/hub#7: to see the second class, people scrolled through the first."""
     for address in (PETS, f"{PETS}/3", f"{PETS}?view=table", "/datasets/pets@2"):

@@ -41,6 +41,7 @@ def test_a_condition_that_needs_gigabytes_is_refused_and_others_are_answered(pag
     assert int(peak.split()[1]) < before + (512 << 10), "kilobytes of the process of the pages"
 
 
+@pytest.mark.slow
 def test_a_query_in_one_long_step_is_killed_at_the_deadline_and_the_next_one_is_answered(pages, monkeypatch):
     """duckdb/duckdb#15925, duckdb/duckdb#24961: an interrupt does not end every query, so its process is killed."""
     monkeypatch.setattr(routes, "_QUERY_TIME_S", 1.0)

@@ -12,6 +12,7 @@ def diff_in_process(url, a, b):
     return call_in_process(url, "datasvc.models.registry.diff:diff", a, b, command=f"datasvc models diff {a} {b}")
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_result(repository):
     a, b = (
         save_state(repository, {"w": torch.full((3,), value), "n": torch.ones(1)}) for value in (1.0, float("inf"))

@@ -21,6 +21,7 @@ def history_of(repository, values, before=0):
     return dataclasses.replace(read_run(repository, log.name, log.id), series={"loss": series})
 
 
+@pytest.mark.slow
 def test_the_step_of_a_target_is_found_from_a_third_of_the_steps_and_its_interval_has_it(repository):
     steps = np.arange(1, STEPS + 1)
     inside, found = [], []

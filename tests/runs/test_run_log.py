@@ -625,6 +625,7 @@ def test_a_step_that_is_reported_twice_is_one_point(repository):
     assert series.values.tolist() == [1.0, 3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_a_history_is_a_table_a_plot_and_html(repository):
     with open_log(repository) as log:
         for step in range(1, 4):

@@ -211,6 +211,7 @@ def assert_equal(repository, ref, expected):
     assert [len(each) for each in (difference.added, difference.deleted, difference.changed)] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_short_texts_become_half_as_large_with_any_number_of_workers(repository, tmp_path):
     lines = [json.dumps(each) for each in texts(6000)]
     for number in range(3):
@@ -234,6 +235,7 @@ def test_short_texts_become_half_as_large_with_any_number_of_workers(repository,
     assert_equal(repository, "one", "plain")
 
 
+@pytest.mark.slow
 def test_everything_reads_compressed_columns_as_it_reads_others(captions, tmp_path):
     assert is_compressed(captions, "compressed")
     assert_equal(captions, "compressed", "plain")
@@ -251,6 +253,7 @@ def test_everything_reads_compressed_columns_as_it_reads_others(captions, tmp_pa
     assert files[0] == files[1] != []
 
 
+@pytest.mark.slow
 def test_later_versions_stay_compressed(captions):
     for name in ("compressed", "plain"):
         ingest(captions, texts(500, 1500), name, append=True)

@@ -38,6 +38,7 @@ def digests(repository, ref):
     return {name: split.digest for name, split in open_dataset(repository, ref).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "write",
     [
@@ -64,6 +65,7 @@ def test_workers_read_from_the_hub(hub, repository):
     assert digests(repository, "there") == digests(repository, "local")
 
 
+@pytest.mark.slow
 def test_patterns_and_single_files_of_the_hub_are_sources(hub, repository):
     write_parquet(hub.folder / "lab" / "pets" / "data")
     for name, url in {

@@ -47,6 +47,7 @@ def source(request, folder, tmp_path):
     return write_tars(tmp_path / "tars", class_sorted(60, 4), per_tar=12), {"shard_bytes": 6000}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("source", ["listed", pytest.param("streamed", marks=pytest.mark.slow)], indirect=True)
 def test_a_remote_source_into_a_remote_repository_gives_the_digests_of_a_local_one(repository, remote, source):
@@ -92,6 +93,7 @@ def test_an_interrupted_remote_ingest_is_continued(repository, remote, source):
     assert digests(there, "pets") == digests(repository, "pets")
 
 
+@pytest.mark.slow
 def test_a_remote_append_and_a_local_one_give_the_same_version(repository, remote, folder):
     there = Repository.create(f"{remote}/repo")
     more = [{"key": "more", "image": (folder / "train" / "a" / "00000.jpg").read_bytes(), "label": 0}]
@@ -175,6 +177,7 @@ def test_a_store_that_fails_leaves_no_version_and_the_next_ingest_continues(
     assert digests(again, "pets") == digests(repository, "pets")
 
 
+@pytest.mark.slow
 def test_credentials_are_in_no_file_of_the_repository(remote, folder):
     there = Repository.create(f"{remote}/repo")
     ingest(there, upload(folder, f"{remote}/source"), "pets")

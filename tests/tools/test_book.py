@@ -47,6 +47,7 @@ def test_a_link_to_a_program_leads_to_a_copy_and_one_to_a_page_of_the_root_to_a_
     assert (tmp_path / "out/files/deploy/run.sh").read_text() == "true\n"
 
 
+@pytest.mark.slow
 def test_the_navigation_names_pages_that_exist_once(tmp_path):
     named = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     write_python_api(tmp_path)
@@ -67,6 +68,7 @@ def test_a_page_that_the_navigation_does_not_name_is_at_its_end(tmp_path):
     assert configuration.read_text() == written
 
 
+@pytest.mark.slow
 def test_every_command_is_described_with_all_its_options(tmp_path):
     write_commands(tmp_path)
     app = typer.main.get_command(make_app())

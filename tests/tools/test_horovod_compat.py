@@ -34,6 +34,7 @@ def write_real_horovod(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_its_modules_are_the_trainer_s_own(tmp_path):
     program = """
 import sys

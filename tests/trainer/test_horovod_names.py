@@ -55,6 +55,7 @@ def test_horovod_s_names_are_where_programs_import_them_from(module):
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
 
 
+@pytest.mark.slow
 def test_each_common_module_is_an_attribute_without_an_import():
     program = """
 import os, sys
@@ -70,6 +71,7 @@ for name in sys.argv[1:]:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_modules_are_attributes_without_an_import_and_their_exceptions_load_no_torch():
     program = """
 import sys

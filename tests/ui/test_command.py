@@ -20,6 +20,7 @@ from tests.cli.command import ROOT, run_apart
 from tools.bench.ui_server import running_server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_stops_at_a_signal_while_a_page_is_live(filled, number):
     command = [sys.executable, "-m", "datasvc.cli.main", "ui", "--repo", str(filled), "--port", "0", "--json"]
@@ -36,6 +37,7 @@ def test_it_stops_at_a_signal_while_a_page_is_live(filled, number):
     assert (process.returncode, output, errors) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_no_page_loads_torch_or_pandas_into_the_server(filled):
     # As a user starts it: the server of the other tests is a thread of a process that has both.
     with running_server(str(filled), filled.parent) as server:
@@ -53,6 +55,7 @@ def test_no_page_loads_torch_or_pandas_into_the_server(filled):
     assert [name for name in ("/torch/", "/pandas/") if name in mapped] == []
 
 
+@pytest.mark.slow
 def test_a_port_that_is_in_use_is_an_error_that_names_it(ui, filled):
     port = ui.url.rpartition(":")[2]
     done = run_apart("ui", "--repo", filled, "--port", port, "--no-browser")
@@ -69,6 +72,7 @@ def test_a_repository_that_is_not_there_is_an_error_at_the_start(tmp_path, monke
         ui_command(url.format(folder=tmp_path), port=0, open_browser=False)
 
 
+@pytest.mark.slow
 def test_it_stops_at_a_signal_while_a_page_waits_for_a_store_that_does_not_answer():
     with socket.create_server(("127.0.0.1", 0)) as store:
         url = f"http://127.0.0.1:{store.getsockname()[1]}/repo"

@@ -37,6 +37,7 @@ def layers(tmp_path_factory):
     return url
 
 
+@pytest.mark.slow
 def test_values_and_tensors_are_what_the_command_line_prints(ui, filled):
     page = "/compare/cnn@2/cnn@4"
     assert ui.json(page, "values") == printed("models", "compare", "cnn@2", "cnn@4", repo=filled)
@@ -60,6 +61,7 @@ def test_one_comparison_is_measured_at_a_time_and_kept(layers, monkeypatch):
     assert changes.diff("net@1", "net@2") is first.result()
 
 
+@pytest.mark.slow
 def test_the_tensors_are_read_only_on_request_and_their_size_is_told_before(layers):
     with running_ui(layers) as server:
         html = server.get("/compare/net@1/net@2")[2]
@@ -104,6 +106,7 @@ def test_a_removed_version_is_compared_by_its_metadata(layers):
     assert "config.<wbr>text" in html
 
 
+@pytest.mark.slow
 def test_hostile_names_of_tensors_and_values_are_text(layers):
     with running_ui(layers) as server:
         html = server.get("/compare/net@1/net@2?norms=1")[2]

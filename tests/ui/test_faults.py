@@ -43,6 +43,7 @@ def damage(path):
     path.write_bytes(os.urandom(path.stat().st_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [damage, Path.unlink])
 def test_a_shard_that_cannot_be_read_hides_neither_other_matches_nor_the_page(repo, fault):
     small_dataset(repo, "birds", samples=12, classes=3)

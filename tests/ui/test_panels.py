@@ -90,6 +90,7 @@ def menus(html):
     return found
 
 
+@pytest.mark.slow
 def test_every_panel_has_a_command_and_python_or_a_reason(served):
     server, run_id = served
     missing = set()

@@ -21,6 +21,7 @@ def many(tmp_path):
     return tmp_path / "repo"
 
 
+@pytest.mark.slow
 def test_no_file_of_a_repository_changes_when_its_pages_are_opened(many, tmp_path):
     before = snapshot(many)
     assert many / INDEX_PATH not in before

@@ -44,6 +44,7 @@ def test_the_beginning_of_a_digest_or_of_a_commit_finds_the_versions_that_name_i
         assert ("code revision", f"{revision} of cnn@1") in found(ui, revision[:7])
 
 
+@pytest.mark.slow
 def test_the_beginning_of_the_digest_of_a_shard_finds_the_versions_that_have_it(ui, filled, monkeypatch):
     repo = datasvc.open(str(filled))
     table = repo.dataset("pets@1")["train"].table
@@ -70,6 +71,7 @@ def test_the_beginning_of_the_digest_of_a_shard_finds_the_versions_that_have_it(
     assert {"kind": "split", "name": "shards of pets@1/train", "link": "/datasets/pets@1"} in left_out
 
 
+@pytest.mark.slow
 def test_the_beginning_of_the_digest_of_a_sample_finds_it_in_the_newest_versions(ui, filled, monkeypatch):
     place = ui.json("/datasets/pets@2/samples/train/3", "sample")
     digest, key = place["place"]["sample_digest"], place["key"]

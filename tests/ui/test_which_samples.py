@@ -179,6 +179,7 @@ def test_a_certificate_is_found_by_the_start_of_its_digest_and_only_below_its_da
     assert repo.datasets.list_certificates("birds") == []
 
 
+@pytest.mark.slow
 def test_views_are_listed_with_what_they_select_and_opened_as_a_version_is(server, repo):
     html = server.get("/datasets/pets@2")[2]
     rows = re.findall("<tr><th.*?</tr>", part(html, '<section aria-label="Views"'), re.DOTALL)
@@ -212,6 +213,7 @@ def test_a_condition_in_an_address_is_refused_and_leaves_no_view(server, repo):
     assert sum(1 for _ in repo.repository.storage.walk("objects")) == num_objects
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_step_is_shown_as_the_training_got_it(server, repo):
     run = f"/runs/cnn/{RUN}"
     assert f'action="{run}/batch"' in server.get(run)[2]
@@ -241,6 +243,7 @@ def test_a_batch_whose_pixels_are_too_many_is_listed_by_its_keys(repo, monkeypat
     assert "look at those of a rank" in sheet.fault
 
 
+@pytest.mark.slow
 def test_evaluation_samples_in_the_training_are_found_on_request_and_once(server, repo, monkeypatch):
     link = html_module.unescape(re.findall(r'href="([^"]*)#evaluated">find them', server.get("/models/cnn@2")[2])[0])
     found = part(server.get(link)[2], 'id="evaluated">')

@@ -282,6 +282,7 @@ def can_unshare():
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="unshare cannot create PID namespaces here")
 def test_containers_with_equal_process_ids_share_a_cache_and_one_is_killed(cache, origin):
     repository, infos = origin

@@ -138,6 +138,7 @@ def test_a_peer_that_lacks_the_object_is_well():
         assert peers.sources(INFO, ORIGIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["silent"], indirect=True)
 def test_a_peer_that_lives_may_take_its_time_to_answer(peer):
     peer.answers_after_checks = 3

@@ -20,6 +20,7 @@ def events(done):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_left_out_samples_are_named_and_the_exit_status_says_so(folder, tmp_path):
     (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
     for name in ("notes.txt", "more.txt", "README"):
@@ -37,12 +38,14 @@ def test_left_out_samples_are_named_and_the_exit_status_says_so(folder, tmp_path
     ]
 
 
+@pytest.mark.slow
 def test_an_empty_file_is_named_as_such_when_images_are_scaled_down(folder, tmp_path):
     (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
     done = datasvc("ingest", folder, "pets", "--on-bad", "skip", "--max-side", "10", repo=tmp_path / "repo")
     assert "skipped train/a/bad.jpg: empty file" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupted_ingest_ends_with_one_line_and_continues_with_the_same_command(tmp_path, workers):
     folder = write_folder(tmp_path / "images", {"train": {"cat": 40}})
@@ -65,6 +68,7 @@ def test_an_interrupted_ingest_ends_with_one_line_and_continues_with_the_same_co
     assert json.loads(done.stdout.splitlines()[-1])["resumed_shards"] > 0
 
 
+@pytest.mark.slow
 def test_a_relative_source_is_recorded_as_an_absolute_path(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.cli.command.ROOT", folder.parent)
     assert datasvc("ingest", folder.name, "pets", repo=tmp_path / "repo").returncode == 0
@@ -80,6 +84,7 @@ def test_counts_of_one_have_a_singular(tmp_path):
     assert "skipped train/rows.jsonl#9: the line at byte 9 is not a JSON object" in done.stderr
 
 
+@pytest.mark.slow
 def test_json_gives_an_event_a_line_and_the_last_says_what_was_committed(folder, tmp_path):
     (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
     (folder / "train" / "b" / "copy.jpg").write_bytes((folder / "train" / "a" / "00000.jpg").read_bytes())
@@ -98,6 +103,7 @@ def test_json_gives_an_event_a_line_and_the_last_says_what_was_committed(folder,
     assert {each["key"] for each in committed["duplicates"]["train"]} <= {"a/00000.jpg", "b/copy.jpg"}
 
 
+@pytest.mark.slow
 def test_an_append_says_what_it_added_and_what_it_left_out_of_earlier_versions(folder, tmp_path):
     where = {"repo": tmp_path / "repo"}
     datasvc("ingest", folder, "pets", **where)
@@ -146,6 +152,7 @@ def test_a_folder_whose_format_cannot_be_told_is_refused_with_the_formats(tmp_pa
     assert datasvc("ingest", tmp_path, "pets", "--format", "zip", repo=tmp_path / "repo").returncode == 2
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_a_bar_of_bytes_with_the_time_left(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

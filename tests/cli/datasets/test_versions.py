@@ -58,6 +58,7 @@ def test_classes_of_integer_labels_get_names(repository, tmp_path):
     assert open_dataset(repository, "pets")["train"].table.classes == ("cat", "dog")
 
 
+@pytest.mark.slow
 def test_keys_come_from_standard_input_too(pets):
     done = subprocess.run(
         [sys.executable, "-m", "datasvc.cli.main", "delete", "pets", "--keys", "-", "--repo", pets.url],

@@ -141,6 +141,7 @@ def obey_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_watches_until_interrupted(cache):
     terminal, other_end = pty.openpty()
     process = subprocess.Popen(

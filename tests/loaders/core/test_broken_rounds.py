@@ -51,6 +51,7 @@ class Replicas:
         return np.array(sorted(position for position, _ in self.weights[replica]), np.int64)
 
 
+@pytest.mark.slow
 @examples(100)
 @given(data=st.data())
 def test_each_sample_is_learned_from_once_whatever_replicas_are_lost_in_a_round_and_its_rest(

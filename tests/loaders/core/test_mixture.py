@@ -368,6 +368,7 @@ def test_a_column_that_one_split_lacks_or_has_of_another_type_is_refused_by_its_
             Numbers(Mixture([(splits["big"], 1), (other, 1)]), 2)
 
 
+@pytest.mark.slow
 def test_a_mixture_streams_through_a_cache_that_holds_no_more_than_the_windows_of_its_splits(tmp_path):
     repository = Repository.create(str(tmp_path / "repo"))
     many = {name: write_split(repository, name, [5] * 40, first) for name, first in (("a", 0), ("b", 1000))}

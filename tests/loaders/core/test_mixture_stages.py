@@ -102,6 +102,7 @@ RUNS = st.lists(
 ORDERS = st.sampled_from([OrderConfig(seed=3), OrderConfig(shuffle="windowed", lanes=2, block=4, sticky=True)])
 
 
+@pytest.mark.slow
 @examples(25)
 @given(runs=RUNS, order=ORDERS, shift=st.integers(0, 60))
 def test_killed_and_resumed_at_other_sizes_over_changes_the_samples_are_those_of_one_run(splits, runs, order, shift):
@@ -111,6 +112,7 @@ def test_killed_and_resumed_at_other_sizes_over_changes_the_samples_are_those_of
     assert served == dict(enumerate(line))
 
 
+@pytest.mark.slow
 @examples(25)
 @given(runs=RUNS, order=ORDERS, at=st.integers(1, 4), ahead=st.integers(0, 20))
 def test_a_resume_with_other_stages_ahead_goes_on_as_if_they_had_been_planned_from_the_start(
@@ -279,6 +281,7 @@ def test_a_mixture_with_stages_goes_to_other_processes_whole(splits):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_cache_holds_the_windows_of_all_stages(tmp_path):
     repository = Repository.create(str(tmp_path / "repo"))
     many = {name: write_split(repository, name, [5] * 40, first) for name, first in (("a", 0), ("b", 1000))}

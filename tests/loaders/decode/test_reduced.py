@@ -64,6 +64,7 @@ def test_reduced_photos_differ_by_less_than_a_level(orientation, mode):
             assert np.abs(found - full).mean() < 1, (start, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 64, 224])
 @pytest.mark.parametrize("subsampling", ["444", "420", "422", "440", "411"])
 def test_the_smallest_windows_of_a_sharp_photo_differ_by_less_than_a_level(size, subsampling):

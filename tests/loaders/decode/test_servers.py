@@ -231,6 +231,7 @@ def test_closing_ends_the_wait_for_an_answer(start, monkeypatch, caplog):
     assert "is not used" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_node_that_stops_ends_after_the_current_images_within_its_grace(start, monkeypatch):
     node, reached, go_on = start(grace_s=0.0), threading.Event(), threading.Event()
     servers = DecodeServers([node.url], DECODER)

@@ -127,6 +127,7 @@ def claims(loader, *steps):
         other.leave()
 
 
+@pytest.mark.slow
 def test_jobs_get_the_batches_of_a_job_alone_and_each_is_decoded_once(digits, alone, name):
     with ExitStack() as stack:
         jobs = [stack.enter_context(job(digits["val"], name)) for _ in range(3)]
@@ -168,6 +169,7 @@ def test_torch_batches_are_shared_bit_for_bit_whatever_their_type_and_layout(dig
         assert sum(decoded for _, decoded in counts_of(first, second)) == 4
 
 
+@pytest.mark.slow
 def test_a_job_killed_while_it_decodes_costs_no_batch(digits, alone, name, monkeypatch):
     wait, is_killed = PendingStep.wait, []
     with make(digits["val"], name) as loader:
@@ -200,6 +202,7 @@ def test_a_forked_child_does_not_hide_that_its_parent_was_killed(digits, alone, 
             assert loader.sharing.counts.lost == 0
 
 
+@pytest.mark.slow
 def test_a_job_killed_after_it_decoded_disturbs_nobody(digits, alone, name):
     with job(digits["val"], name) as starter, make(digits["val"], name) as other:
         starter.do("take", 3)

@@ -287,6 +287,7 @@ def test_a_cache_is_filled_by_the_loader_and_released_when_it_closes(digits, tmp
     assert cache.status().held_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_windowed_order_streams_through_a_cache_smaller_than_the_data(digits, tmp_path):
     table = digits["train"].table
     order = OrderConfig(shuffle="windowed", lanes=1, block=64)
@@ -551,6 +552,7 @@ def test_a_large_image_is_smoothed_and_not_merely_sampled(repository, tmp_path):
     assert images.max() < 0.6
 
 
+@pytest.mark.slow
 def test_a_loader_reads_through_a_cache_given_by_its_folder_and_leaves_nothing_open(digits, tmp_path):
     folder = tmp_path / "cache"
     Cache(folder, budget="64MB").close()

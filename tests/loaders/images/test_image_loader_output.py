@@ -88,6 +88,7 @@ def test_a_run_may_change_between_torch_and_numpy_at_any_batch(digits):
     assert positions == list(range(40))
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported_for_numpy_batches(digits):
     split = digits["val"]
     code = f"""

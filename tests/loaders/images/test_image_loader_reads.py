@@ -48,6 +48,7 @@ def touched_bytes(folder):
     return total
 
 
+@pytest.mark.slow
 def test_an_epoch_leaves_the_mapped_pages_of_its_shards_alone(split, tmp_path):
     objects = tmp_path / "cache" / "objects"
     with Cache(tmp_path / "cache", budget=10**8) as cache, make(split, cache) as loader:

@@ -171,6 +171,7 @@ def per_sample(batch):
             yield batch.epoch, int(batch.positions[index]), of, [part.numpy().tobytes() for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [{"shuffle": "global"}, {"order": OrderConfig(5, "windowed", 8, 2)}])
 def test_a_resumed_run_at_another_size_has_equal_mosaics_also_at_the_end_of_an_epoch(shared, order):
     split = write(shared, f"part-{'-'.join(order)}", [outlined(seed) for seed in range(22)])

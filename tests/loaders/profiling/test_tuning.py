@@ -114,6 +114,7 @@ def open_loader(split, cache=None, prefetch=1, **options):
     return ImageLoader(split, **sizes, training=True, decode=decode, cache=cache, **options)
 
 
+@pytest.mark.slow
 def test_a_tuned_loader_serves_the_bits_of_one_that_is_not(digits, monkeypatch, tmp_path):
     monkeypatch.setattr(image_loader, "count_rank_processors", lambda: 8)
     with Cache(tmp_path / "cache", budget="50MB") as cache, open_loader(digits["train"], cache) as tuned:

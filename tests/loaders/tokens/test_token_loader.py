@@ -166,6 +166,7 @@ def test_pinned_batches_are_those_of_the_run_and_only_they_are_copied(numbered, 
     assert all(map(torch.equal, found, expected[:2]))
 
 
+@pytest.mark.slow
 def test_the_path_of_arrays_does_not_import_torch(numbered):
     code = """
 import sys
@@ -204,6 +205,7 @@ def with_seed(options, seed):
     return {"seed": seed, **options}
 
 
+@pytest.mark.slow
 @examples(60)
 @given(
     script=st.lists(

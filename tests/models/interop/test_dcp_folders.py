@@ -45,6 +45,7 @@ def same(repository, a, b):
     return all(entries[0][field] == entries[1][field] for field in ("tensors", "state"))
 
 
+@pytest.mark.slow
 def test_a_folder_of_torch_is_imported_with_its_tree(repository, tmp_path):
     assert import_model(repository, written(tmp_path / "dcp"), "m").format == "dcp"
     save(repository, "n", STATE, step=0)

@@ -60,6 +60,7 @@ def part_of(size):
     )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(st.data())
 def test_a_slice_is_that_of_the_tensor(repo, data):

@@ -257,6 +257,7 @@ def test_views_are_imported_as_the_values_that_they_show(repository, tmp_path):
     assert all(torch.equal(found[name], view.resolve_conj()) for name, view in views.items())
 
 
+@pytest.mark.slow
 def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path, readers):
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(1 << 20)}, path)

@@ -162,6 +162,7 @@ def planned(data, *stages):
     return Mixture(list(zip(parts, (5, 3, 2), strict=True)), block=10, epoch_samples=37, stages=later)
 
 
+@pytest.mark.slow
 @examples(25)
 @given(
     runs=st.lists(st.tuples(st.integers(1, 25), number), min_size=2, max_size=5),

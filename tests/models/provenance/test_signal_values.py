@@ -96,6 +96,7 @@ def test_values_of_a_weighted_view_are_those_of_its_samples(repo):
         np.testing.assert_allclose(repo.runs.signal(run, view, reduce=name), expected(view, by_number, reduce))
 
 
+@pytest.mark.slow
 def test_a_table_takes_a_key_once_and_not_for_each_epoch(repo, tmp_path):
     keys = [f"{number:01000d}" for number in range(300)]
     tokens = pa.array([[number] for number in range(300)], pa.list_(pa.int32(), 1))

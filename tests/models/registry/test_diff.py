@@ -69,6 +69,7 @@ def test_tensors_are_added_removed_retyped_changed_or_equal(repository):
     assert diff(repository, first, second, norms=False).tensors.changes == ()
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_change_over_many_chunks_is_that_of_the_whole(repository):
     torch.manual_seed(1)
     before = torch.randn(5_000_000)  # 20 MB: three chunks

@@ -130,6 +130,7 @@ def test_table_and_state_come_from_the_other_repository_too(stored, tmp_path):
     assert {bad.digest for bad in done.report.bad_copies} == {entry["tensors"], entry["state"]}
 
 
+@pytest.mark.slow
 def test_an_unreachable_repository_does_no_harm_while_nobody_needs_it(stored):
     fallback = ["http://127.0.0.1:9/repo"]
     assert equal(restore(stored, "m@2", fallback=fallback).state, state_of(1))

@@ -171,6 +171,7 @@ transfer_datasets(sys.argv[1], sys.argv[2], ["pets"], with_parents=True, with_ta
 """
 
 
+@pytest.mark.slow
 def test_a_killed_push_leaves_no_half_version_and_goes_on_where_it_was(pets, target):
     whole = transfer_datasets(pets, target, ["pets"], with_parents=True, dry_run=True)
     killed = subprocess.run([warm_python.command(), "-c", INTERRUPTED, pets.url, target.url, "4"], check=False)

@@ -47,6 +47,7 @@ class Mutable(nn.Module):
         return self.second(self.norm(self.first(x) + torch.rand(4).to(x.device)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INPUTS)
 def test_operators_are_counted_as_torch_exports_them(name):
     model = build_model(name, 10).eval()

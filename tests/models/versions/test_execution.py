@@ -41,6 +41,7 @@ def test_what_is_not_on_the_axes_is_refused(wrong, message):
         Execution(**wrong)
 
 
+@pytest.mark.slow
 def test_a_version_has_it_show_prints_it_and_find_filters_by_it(repository):
     save(repository, "net", STATE, step=1)
     save(repository, "net", STATE, step=2, execution=HYBRID)
@@ -73,6 +74,7 @@ def test_a_version_has_it_show_prints_it_and_find_filters_by_it(repository):
     )
 
 
+@pytest.mark.slow
 def test_find_filters_by_who_waits_for_whom_and_show_prints_it(repository):
     save(repository, "net", STATE, step=1, execution=Execution(sync="bsp", sync_steps=1))
     averaged = Execution(sync="diloco:32", sync_steps=32, outer_optimizer="nesterov", consistency="bounded")

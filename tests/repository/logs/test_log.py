@@ -73,6 +73,7 @@ def append_many(url, writer, count):
         log.append(lambda _head, number=number: {"writer": writer, "number": number})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_appends_of_many_processes_all_land_once_and_in_each_writers_order(tmp_path):
     url, context = str(tmp_path), multiprocessing.get_context("spawn")

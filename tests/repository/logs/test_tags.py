@@ -85,6 +85,7 @@ def move_from_4(url, to, outcomes):
         outcomes.put(0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_of_two_processes_that_move_a_tag_from_one_place_one_wins(tmp_path):
     repository = Repository.create(str(tmp_path / "r"))

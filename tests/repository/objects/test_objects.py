@@ -183,6 +183,7 @@ def test_a_stream_that_was_interrupted_is_unavailable(objects):
         stream(objects, info.digest, 0, 10, interrupt)
 
 
+@pytest.mark.slow
 def test_an_object_behind_a_web_server_streams_and_one_that_is_cut_short_there_is_corrupt(tmp_path):
     local = Objects(Storage(str(tmp_path)))
     content = os.urandom(100_000)

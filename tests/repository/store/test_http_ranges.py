@@ -311,6 +311,7 @@ def test_the_memory_of_a_long_range_is_that_of_few_chunks():
     assert max(lengths) < 2 * CHUNK_BYTES
 
 
+@pytest.mark.slow
 def test_a_file_whose_head_drips_is_unavailable_after_a_few_tries():
     with DrippingServer() as server:
         with pytest.raises(UnavailableError, match="no answer within the time limit"):

@@ -26,6 +26,7 @@ def storage_behind(server, url, monkeypatch):
     return storage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size_bytes", [2 << 20, 9 << 20])
 def test_an_upload_may_take_longer_than_a_server_may_be_silent(size_bytes, url, monkeypatch):
     plain, content = Storage(url), secrets.token_bytes(size_bytes)

@@ -83,6 +83,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_reads_and_writes_by_fsspec(s3_bucket):
     command = [sys.executable, "-c", FORKING, f"{s3_bucket}/{secrets.token_hex(8)}"]
     subprocess.run(command, check=True, timeout=120)

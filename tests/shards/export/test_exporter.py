@@ -73,6 +73,7 @@ def test_a_column_that_old_shards_lack_is_null_in_them(repository, tmp_path):
     assert [table.to_pylist() for table in tables] == [[{"key": "a", "text": None}], [{"key": "b", "text": "x"}]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "export_format",
     [name if name == "webdataset" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS],
@@ -135,6 +136,7 @@ def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
     assert files(tmp_path / "out") == files(tmp_path / "other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "export_format",
     [each if each == "webdataset" else pytest.param(each, marks=pytest.mark.slow) for each in FORMATS],

@@ -102,6 +102,7 @@ def test_a_short_read_is_continued(path, monkeypatch):
     assert shard.read(view, np.empty(SIZE, np.uint8)).tobytes() == b"\3" * SIZE
 
 
+@pytest.mark.slow
 def test_the_file_is_closed_with_the_shard_and_views_outlive_it(path):
     gc.collect()  # of earlier tests: what they left open is closed in its own time
     before = set(os.listdir("/proc/self/fd"))

@@ -356,6 +356,7 @@ class Model:
         assert not verify(self.repository, "pets", deep=True).problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_every_operation_keeps_the_values_of_columns(repository, seed):
     model = Model(repository, np.random.default_rng(seed))

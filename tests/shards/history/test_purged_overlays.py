@@ -159,6 +159,7 @@ purge(Repository.open(sys.argv[2]), "pets", where="key in ('a', 'f')", dry_run=F
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
     [

@@ -61,6 +61,7 @@ def test_any_number_of_workers_gives_the_same_digests(tmp_path, source, workers)
     assert digests(one, "pets") == digests(many, "pets")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["listed", pytest.param("streamed", marks=pytest.mark.slow)], indirect=True)
 def test_workers_that_are_spawned_give_the_same_digests(tmp_path, source, monkeypatch):
     where, options = source

@@ -39,6 +39,7 @@ def tars(tmp_path):
     return write_tars(tmp_path / "tars", class_sorted(60, 4), per_tar=20)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_samples_that_hold_the_same_are_reported_dropped_or_refused(repository, folder):
     original = folder / "train" / "a" / "00000.jpg"
@@ -105,6 +106,7 @@ def test_what_was_left_out_is_kept_with_the_version(repository, folder):
     assert entry["skipped"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("kind", ["listed", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_a_held_out_share_is_a_function_of_the_keys(repository, tmp_path, tars, kind):
@@ -159,6 +161,7 @@ def test_columns_called_width_are_the_user_s_own_without_an_image(repository):
     assert open_dataset(repository, "made")["train"].table.largest("max_width") == 0
 
 
+@pytest.mark.slow
 def test_large_lists_are_cut_into_batches_and_shards_like_blobs(repository):
     samples = [{"vector": [float(number)] * 20_000} for number in range(100)]
     ingest(repository, samples, "vectors", shard_bytes=4 << 20)
@@ -225,6 +228,7 @@ def test_a_limit_takes_the_first_samples_of_each_split(repository, folder, tars)
         assert report.num_samples == {"train": 25}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 def test_keep_order_keeps_the_order_of_the_source(repository, folder, tars):
     ingest(repository, str(folder), "pets", keep_order=True, shard_bytes=4000, workers=2)
@@ -348,6 +352,7 @@ def append_samples(url, number, barrier):
     ingest(repository, samples, "raced", append=True)
 
 
+@pytest.mark.slow
 def test_appends_at_once_all_land(repository):
     ingest(repository, [{"key": "first", "value": -1}], "raced")
     context = multiprocessing.get_context("spawn")

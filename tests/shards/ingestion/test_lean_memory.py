@@ -34,6 +34,7 @@ print(full - before, resident_mib() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc's allocator")
 def test_a_process_that_keeps_lean_gives_batches_back_though_one_of_them_stays():
     said = subprocess.run([sys.executable, "-c", FREED], cwd=ROOT, capture_output=True, text=True, check=True).stdout

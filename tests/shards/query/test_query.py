@@ -357,6 +357,7 @@ def run_to_its_end(program, repository):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [_IN_PYTHON, pytest.param(_ON_THE_COMMAND_LINE, marks=pytest.mark.slow)])
 def test_a_process_whose_query_ends_its_scan_early_ends_too(large_pets, program):
     run_to_its_end(program, large_pets)

@@ -92,6 +92,7 @@ def test_a_dry_run_counts_the_samples_and_stores_nothing(pets):
     assert {file.path for file in pets.storage.walk("")} == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_condition_that_would_run_for_ever(pets, monkeypatch):
     def interrupted(connection, read):
         def read_after_ctrl_c():

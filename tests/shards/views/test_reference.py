@@ -36,6 +36,7 @@ def command(pets, *words, status=0):
 REFS = ["pets@1[label in (2, 5)]", "pets[label in (2, 5)]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ref", REFS)
 def test_commands_that_read_samples_read_those_of_the_view(pets, ref):
     shown = json.loads(command(pets, "show", ref, "--json"))

@@ -116,6 +116,7 @@ def test_each_epoch_serves_each_sample_within_one_of_its_share_and_those_of_weig
             assert score(number) or not counts[number]
 
 
+@pytest.mark.slow
 def test_over_many_epochs_the_shares_are_exact_and_with_sticky_lanes_each_epoch_has_the_same_samples(split):
     view = split.weighted("score")
     total = sum(score(each["label"]) for each in split)
@@ -162,6 +163,7 @@ def test_the_shares_are_those_of_torchs_weighted_sampler_by_a_chi_square(split):
     assert sum((uniform - b) ** 2 / (uniform + b) for _, b in compared) > limit
 
 
+@pytest.mark.slow
 def test_runs_of_4_3_and_5_ranks_with_kills_serve_what_one_rank_serves(split):
     for order in ORDERS:
         view = split.weighted("score").where("label <> 12")
@@ -220,6 +222,7 @@ def test_trained_on_finds_each_use_of_a_weighted_sample_alone_and_in_a_mixture(s
         assert found.gaps == {}
 
 
+@pytest.mark.slow
 def test_balanced_gives_classes_shares_between_their_own_and_equal_ones(split):
     def shares(view):
         numbers = [number for epoch in range(40) for number in served(view, ORDERS[0], epoch)]

@@ -292,6 +292,7 @@ def test_the_loop_calls_the_function_again_after(error, calls):
     assert train.__name__ == "train"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "calls"),
     [
@@ -318,6 +319,7 @@ def test_a_rank_that_is_lost_while_the_state_adapts_to_a_round_leads_to_the_next
     assert state.calls == calls
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_again_and_again_without_a_commit_between_is_raised():
     num_calls = 0
 
@@ -361,6 +363,7 @@ class Meetings:
         self.reported.append((str(error), ends_job))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", [True, False])
 def test_losses_of_ranks_are_not_counted_among_errors_that_come_again_and_again(monkeypatch, deaths):
     meetings = Meetings(deaths=deaths)

@@ -74,6 +74,7 @@ def test_after_a_smoke_run_that_fails_no_job_starts():
     assert read_log() == ["2/3 of 1"]
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_end_fails_at_the_time_limit():
     failure = run("[ -z $S ] || exec sleep 1000", smoke_timeout_s=2.0, grace_s=0.2)
     assert failure.exit_status == 1

@@ -109,6 +109,7 @@ def test_a_saved_model_has_the_statistics_that_it_was_evaluated_with(repository)
     assert not torch.equal(averaged["batch_statistics"]["2.running_mean"], found.state["model"]["2.running_mean"])
 
 
+@pytest.mark.slow
 def test_statistics_computed_anew_change_neither_the_training_nor_what_a_resumed_run_ends_with(repository):
     whole, plain = run(repository, "whole"), run(repository, "plain", statistics="average")
     parameters = [name for name in whole.state["model"] if "running_" not in name]

@@ -162,6 +162,7 @@ def test_a_rank_that_is_lost_before_the_weights_change_costs_no_step(
     assert [each.entry["parent"] for each in versions[1:]] == [str(each) for each in versions[:-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keeping_step_ends")
 def test_an_evaluation_that_was_repeated_is_not_repeated_once_more(repository, undisturbed, capsys, monkeypatch):
     evaluations = losing_a_rank_in(monkeypatch, training, "evaluate_run", 10)
@@ -174,6 +175,7 @@ def test_an_evaluation_that_was_repeated_is_not_repeated_once_more(repository, u
     assert [version.entry["step"] for version in model_log(repository, "evaluated")].count(10) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keeping_step_ends")
 def test_a_rank_that_cannot_copy_its_state_goes_back_to_the_last_copy(repository, undisturbed, capsys, monkeypatch):
     real = elastic_memory.take_snapshot
@@ -190,6 +192,7 @@ def test_a_rank_that_cannot_copy_its_state_goes_back_to_the_last_copy(repository
     check_equal(repository, "too-large", undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keeping_step_ends")
 def test_the_statistics_of_batch_normalisation_are_those_before_the_lost_step(repository, capsys, monkeypatch):
     settings = {"model": "resnet18", "max_steps": 4, "commit_every": 1000, "ema_decay": None}
@@ -202,6 +205,7 @@ def test_the_statistics_of_batch_normalisation_are_those_before_the_lost_step(re
     check_equal(repository, "normalised-kept", "normalised")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keeping_step_ends")
 @pytest.mark.parametrize(
     ("name", "steps", "rounds"),
@@ -217,6 +221,7 @@ def test_a_rank_that_is_lost_in_an_evaluation_or_a_save_costs_no_step(
     check_equal(repository, f"kept-{name}".replace("_", "-"), undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keeping_step_ends")
 def test_a_rank_that_fails_while_its_weights_change_goes_back_to_the_last_copy(
     repository, undisturbed, capsys, monkeypatch
@@ -235,6 +240,7 @@ def test_a_rank_that_fails_while_its_weights_change_goes_back_to_the_last_copy(
     check_equal(repository, "half-updated", undisturbed)
 
 
+@pytest.mark.slow
 def test_with_averages_a_failure_repeats_the_steps_since_the_last_round_of_all_ranks(
     repository, tmp_path, capsys, monkeypatch
 ):
@@ -248,6 +254,7 @@ def test_with_averages_a_failure_repeats_the_steps_since_the_last_round_of_all_r
     assert audit([list(read_ledger(tmp_path))]).is_proven
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keeping_step_ends")
 def test_a_version_of_a_round_in_which_a_rank_is_lost_later_is_no_parent_and_its_rest_ends_with_a_copy(
     repository, capsys, monkeypatch
@@ -284,6 +291,7 @@ def test_a_version_of_a_round_in_which_a_rank_is_lost_later_is_no_parent_and_its
     assert copied[:2] == [4, 8]  # the first after steps 3 and 6 that end a round
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_has_fallen_is_that_of_the_round_after_a_failure(repository, capsys, monkeypatch):
     """A gradient overflows in the fifth step; a rank is lost two steps later, and another before the next copy."""
     real_update, scales, fails_before = training.update, [], set()
@@ -318,6 +326,7 @@ def test_a_loss_scale_that_has_fallen_is_that_of_the_round_after_a_failure(repos
     assert states[0]["loss_scale"]["scale"] == 2.0**15
 
 
+@pytest.mark.slow
 def test_a_change_of_hosts_continues_the_newest_version(repository, undisturbed, capsys, monkeypatch):
     changes = {6, 15}
 
@@ -335,6 +344,7 @@ def test_a_change_of_hosts_continues_the_newest_version(repository, undisturbed,
     assert parents == dict(zip(numbered, [None, *numbered], strict=False))
 
 
+@pytest.mark.slow
 def test_a_rank_lost_while_the_last_checkpoint_is_written_is_no_loss(repository, undisturbed, capsys, monkeypatch):
     real_end, is_lost = training.end, [True]
 
@@ -521,6 +531,7 @@ def test_between_rounds_a_rank_finds_that_another_is_lost(averaging, monkeypatch
         memory.commit_when_due(is_due=False)
 
 
+@pytest.mark.slow
 def test_each_round_closes_its_cache(repository, tmp_path, capsys, monkeypatch):
     opened = []
 

@@ -56,6 +56,7 @@ def used_first_at(repo, step):
     return next(key for key, found in first.items() if found == step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "start_step"), [(7, 4), (2, 0)])
 def test_a_model_that_forgot_has_the_weights_of_one_that_masked_the_samples_from_the_start(repo, step, start_step):
     key = used_first_at(repo, step)
@@ -78,6 +79,7 @@ def test_a_model_that_forgot_has_the_weights_of_one_that_masked_the_samples_from
     assert repo.models.plan_forget(version, [key]).num_steps == 0
 
 
+@pytest.mark.slow
 def test_a_second_forget_keeps_what_the_first_one_has_masked_and_reads_the_same_version(repo):
     late, early = used_first_at(repo, 11), used_first_at(repo, 3)
     train(config(repo, "twice", data="digits@1"))
@@ -90,6 +92,7 @@ def test_a_second_forget_keeps_what_the_first_one_has_masked_and_reads_the_same_
     assert repo.models.trained_on([newest], keys=[late, early]).versions[0].num_samples == 0
 
 
+@pytest.mark.slow
 def test_a_version_in_the_middle_of_its_run_is_trained_again_up_to_its_own_step(repo):
     middle = next(str(each) for each in repo.models.versions("cnn") if step_of(repo, str(each)) == 12)
     plan = repo.models.plan_forget(middle, [used_first_at(repo, 7)])
@@ -100,6 +103,7 @@ def test_a_version_in_the_middle_of_its_run_is_trained_again_up_to_its_own_step(
     assert content_of(repo, version) == content_of(repo, masked)
 
 
+@pytest.mark.slow
 def test_each_step_has_the_batch_size_that_it_had_also_if_that_changed_in_the_run(repo):
     steps = [{"max_steps": 6}, {"batch_size": 48, "max_steps": 12}]
     for settings in steps:

@@ -51,6 +51,7 @@ TOKENS |= {"model_option": ("layers=1", "heads=2", "width=32", f"context={BLOCK}
 TOKENS |= {"size": 224, "scale": (0.08, 1.0), "flip": 0.5}  # the defaults: options of images do not fit tokens
 
 
+@pytest.mark.slow
 def test_wrong_labels_have_the_largest_losses_after_three_epochs(digits_with_wrong_labels):
     repo, wrong = digits_with_wrong_labels
     run(repo, "found")
@@ -61,6 +62,7 @@ def test_wrong_labels_have_the_largest_losses_after_three_epochs(digits_with_wro
     assert len(worst & wrong) / FLIPPED > 0.9
 
 
+@pytest.mark.slow
 def test_the_losses_become_a_column_that_weighs_samples(digits_with_wrong_labels):
     repo, _ = digits_with_wrong_labels
     run(repo, "weighed", epochs=1)
@@ -75,6 +77,7 @@ def test_the_losses_become_a_column_that_weighs_samples(digits_with_wrong_labels
     assert len(recorded.weighted("loss@weighed")) == len(recorded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"epochs": 1}, TOKENS], ids=["images", "tokens"])
 def test_recording_the_losses_does_not_change_the_weights(digits_with_wrong_labels, settings):
     repo, _ = digits_with_wrong_labels
@@ -87,6 +90,7 @@ def test_recording_the_losses_does_not_change_the_weights(digits_with_wrong_labe
     assert np.isfinite(losses).sum() >= 0.9 * len(losses)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_signal_of_one_that_was_never_interrupted(digits_with_wrong_labels):
     repo, _ = digits_with_wrong_labels
     run(repo, "whole", epochs=2, evaluate_every=1)

@@ -94,6 +94,7 @@ def test_only_a_run_that_combines_steps_restores_the_moments_of_its_own_rank(
 MIXED = {"precision": "fp16", "ema_decay": 0.9, "optimizer": "lamb", "learning_rate": 0.01, "clip_norm": 1.0}
 
 
+@pytest.mark.slow
 def test_mixed_precision_average_and_optimizer_survive_a_restore(repository):
     """The loss scale grows every other step here, so a run that forgot it would end elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
@@ -109,6 +110,7 @@ def test_mixed_precision_average_and_optimizer_survive_a_restore(repository):
     assert equal_weights(repository, "mixed", "mixed-resumed")
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_the_last_step_of_an_epoch_evaluates_that_epoch_once(repository, capsys):
     settings = {"epochs": 2, "evaluate_every": 1}
     run(repository, "uninterrupted", **settings)
@@ -509,6 +511,7 @@ def test_numbers_go_to_the_logs_that_a_run_names(repository, tmp_path, monkeypat
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_again_continues_its_run_of_each_tracker_and_a_branch_begins_one(repository, monkeypatch):
     opened = []
 
@@ -542,6 +545,7 @@ def test_a_run_that_starts_again_continues_its_run_of_each_tracker_and_a_branch_
     assert [config.get("mlflow_run") for config in configs] == [None, "e-3", "e-3", "e-3"]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_versions_name_each_other_and_a_restart_continues_the_run(repository):
     settings = {"epochs": 2, "evaluate_every": 1, "checkpoint_every": 4}
     run(repository, "recorded", max_steps=13, **settings)
@@ -701,6 +705,7 @@ def test_a_run_goes_on_after_a_checkpoint_that_failed_and_says_so(repository, ca
     assert [event["error"] for event in events if event["event"] == "failed"] == ["the disk is full"]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_nothing_and_a_resumed_run_keeps_its_skips(repository):
     settings = {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.1, "max_steps": 6}
     run(repository, "skip-start", **{**settings, "max_steps": 3})
@@ -749,6 +754,7 @@ def test_activations_in_host_memory_change_no_bit_of_a_run(repository):
     assert equal_weights(repository, "on-device", "in-host-memory")
 
 
+@pytest.mark.slow
 def test_a_tuned_run_reports_what_it_chose_for_each_epoch_and_learns_the_same_weights(repository, capsys):
     settings = {"epochs": 3, "batch_size": 8, "decode_threads": 1, "prefetch": 1, "decode": "cpu"}
     run(repository, "loader-untuned", **settings)

@@ -78,6 +78,7 @@ def test_a_run_trains_on_a_mixture_and_its_entry_names_every_data_version(reposi
         train(make_config(repository, name="mixed", data="cats@1:0.5 dogs@1:0.5", mixture_block=8, epochs=2))
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_view_and_continues_with_it(repository):
     data = "cats@1[key <> 'none' and label is not null]"
     train(make_config(repository, name="viewed", data=data, max_steps=1))

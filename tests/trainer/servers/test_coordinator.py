@@ -173,6 +173,7 @@ def test_a_lost_worker_leaves_nothing_and_its_part_is_computed_by_another(bound)
     assert final < sum_loss(initial(), slice(None)).item() / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, None])
 def test_a_silent_worker_is_dropped_and_its_late_push_is_refused(bound, monkeypatch):
     monkeypatch.setattr(signs_of_life, "POLL_S", 0.02)

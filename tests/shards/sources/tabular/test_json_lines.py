@@ -295,6 +295,7 @@ def test_descriptions_of_hugging_face_are_no_samples(tmp_path):
     assert source.ignored == {".json": 1}
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_in_little_memory(tmp_path):
     source = listed(tmp_path, lines([{"t": "." * 1000}]) * 60_000)
     before = pa.total_allocated_bytes()

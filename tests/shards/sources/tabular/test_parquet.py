@@ -41,6 +41,7 @@ def test_samples_are_the_rows_of_any_table(tmp_path_factory, table, row_group_si
     assert samples.drop(["key"]).schema.types == table.schema.types
 
 
+@pytest.mark.slow
 def test_small_row_groups_share_a_part_and_large_ones_do_not(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (60, 1 << 20), np.uint8)
     table = pa.table({"x": [sample.tobytes() for sample in noise]})
@@ -54,6 +55,7 @@ def test_small_row_groups_share_a_part_and_large_ones_do_not(tmp_path):
     assert samples.column("key")[59].as_py() == "a.parquet#59"
 
 
+@pytest.mark.slow
 def test_a_huge_row_group_is_never_held(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (200, 1 << 20), np.uint8)
     table = pa.table({"x": [sample.tobytes() for sample in noise]})

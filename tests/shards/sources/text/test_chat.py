@@ -158,6 +158,7 @@ class TestChatSource(StreamedSourceLaws):
         return reading.read_all(source)[0].num_rows
 
 
+@pytest.mark.slow
 def test_files_of_conversations_become_packs_from_the_command_line(folder, tmp_path):
     chats = tmp_path / "chats"
     chats.mkdir()

@@ -197,6 +197,7 @@ def test_the_usual_names_of_the_end_token_are_known(tmp_path, name):
     assert end_of_text(tokenizer) == tokenizer.token_to_id(name) == 1
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     train(tmp_path / "small.json")
     train(tmp_path / "large.json", words=[f"word{number}" for number in range(1 << 16)])

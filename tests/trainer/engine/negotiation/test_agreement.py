@@ -161,6 +161,7 @@ def test_the_outcomes_are_those_of_messages_alone(program, capacity, data):
         assert job.ranks[0].negotiation.missing_ranks().keys() == plain.missing_ranks().keys()
 
 
+@pytest.mark.slow
 def test_steps_with_known_requests_need_no_messages_and_equally_many_bytes_on_any_number_of_ranks():
     sent = []
     for num_ranks in (2, 64):

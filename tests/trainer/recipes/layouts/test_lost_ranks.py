@@ -104,6 +104,7 @@ def test_a_lost_rank_is_reported_within_10_s():
     assert seen_s + silent_s + answered_s <= 10.0
 
 
+@pytest.mark.slow
 def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch):
     store, reported = SharedStore(), []
     store.set("layout/beat/1", "7")
@@ -116,6 +117,7 @@ def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch)
     assert reported == [[1, 2]]  # to the launcher of an elastic job
 
 
+@pytest.mark.slow
 def test_the_launcher_ends_no_rank_that_has_not_begun_or_for_a_broken_connection(watch):
     store, reported = SharedStore(), []
     store.set("layout/beat/1", "7")

@@ -131,6 +131,7 @@ def test_the_command_plans_and_shows_its_settings(capsys):
     assert "vocabulary" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bad_options_are_refused_before_torch_is_imported():
     code = (
         "import sys\n"

@@ -360,6 +360,7 @@ for words in {mistakes!r}:
 """
 
 
+@pytest.mark.slow
 def test_a_mistake_on_the_command_line_is_one_line_before_torch_is_imported():
     code = TELL.format(mistakes=MISTAKES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
