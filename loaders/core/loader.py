@@ -61,7 +61,7 @@ class Loader(PartReader[B], TunableLoader, MisuseGuard):
         training: True: shuffled order, full batches only; False: order of the shard table, last batch padded, and
             each loop starts at the first sample.
         cache: cache of the node, or the folder of a cache whose budget is set; None: read a local repository in
-            place, and a remote one into memory.
+            place, and a remote one into memory, or large videos by ranges.
         seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
         shuffle: "global"; None (order of the shard table); "windowed", with lanes and block derived from the sizes of
             the shards and of the cache; or "auto": "global" in training, None otherwise. After `load_state_dict`, a

@@ -20,9 +20,13 @@ from datasvc.shards.format.shard_stores import open_listed_shard
 
 
 class OpenShards:
-    """Open shards and their reference counts. The last `drop` of a shard releases it to the store."""
+    """Open shards and their reference counts. The last `drop` of a shard releases it to the store.
 
-    def __init__(self, split: Split, store: ShardStore) -> None:
+    With `in_parts`, the caller reads large blobs by `Shard.reader`.
+    """
+
+    def __init__(self, split: Split, store: ShardStore, *, in_parts: bool = False) -> None:
+        self._in_parts = in_parts
         self._objects = store.objects(split.table)
         self._table = split.table
         self._store = store
@@ -65,7 +69,7 @@ class OpenShards:
         if self._open.keys() >= rows_by_shard.keys():
             return {shard: self._open[shard] for shard in rows_by_shard}
         requests = {
-            shard: ShardRequest(self._table.shard(shard), self._table.index(shard), rows)
+            shard: ShardRequest(self._table.shard(shard), self._table.index(shard), rows, self._in_parts)
             for shard, rows in rows_by_shard.items()
             if shard not in self._open
         }

@@ -19,7 +19,7 @@ from datasvc.loaders.core.open_shards import OpenShards, OrderedUses, WholeEpoch
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.printable import count_text
 from datasvc.shards import Shard, ShardStore, Split
-from datasvc.shards.format.schema import LABEL
+from datasvc.shards.format.schema import LABEL, VIDEO, VIDEO_FRAMES
 from datasvc.shards.packing.packs import Packs
 
 
@@ -93,7 +93,8 @@ class SplitReader:
         self._labels = labels
         for column in columns if blob is None else (blob, *columns):
             check_column(split, column)
-        self._shards = OpenShards(split, store)
+        # Of the decoders, only that of videos, which requests both, reads by `Shard.reader`.
+        self._shards = OpenShards(split, store, in_parts=blob == VIDEO and VIDEO_FRAMES in columns)
         self._orders: dict[int, AccessOrder] = {}
         self._epoch_uses: dict[int, OrderedUses | WholeEpochUses] = {}  # references of `reference_range`, by epoch
         # References of `reference_shards`: (start of the batch, shard), in the order of the batches.
@@ -181,7 +182,7 @@ class SplitReader:
             )
             raise ConfigError(
                 f"column {column!r} of {name_of(self.split)} is null for {count_text(len(null_rows), 'sample')} of "
-                f"a batch, such as {part.shard.sample(int(null_rows[0]))['key']!r} in shard {part.shard.name}, "
+                f"a batch, such as {part.shard.items('key', null_rows[:1])[0]!r} in shard {part.shard.name}, "
                 f"{found}; "
                 "delete these samples, or request columns that every sample has"
             )
@@ -212,7 +213,7 @@ class SplitReader:
             row: the sample's row in the shard's file.
             opened: the shard; it has at least the sample's row.
         """
-        key = opened.sample(row)["key"]
+        (key,) = opened.items("key", np.array([row]))  # not the sample, which may have a large blob
         digest = self.split.table.shard(shard).digest[:12]
         return f"{name_of(self.split)}: {key!r} (row {row} of shard {digest}...)"
 

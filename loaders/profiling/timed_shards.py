@@ -56,7 +56,10 @@ class TimedShards:
             # One call has one stage: if any shard is not resident, count the whole call as a fetch.
             if store is not None and not all(store.is_resident(request.info) for request in requests):
                 timer.stage = Stage.ORIGIN
-            return self._store.open_early(requests)
+            opened = self._store.open_early(requests)
+            if opened:
+                timer.stage = Stage.ORIGIN
+            return opened
 
     def release_shard(self, info: ObjectInfo) -> None:
         """See `ShardStore.release_shard`."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from datasvc.errors import BadSampleError
+from datasvc.errors import BadSampleError, CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.edits import Edit
@@ -29,11 +29,11 @@ from datasvc.loaders.decode.worker import make_resizer, scale_box
 from datasvc.loaders.images.image_decoder import ImagePlan
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
-from datasvc.loaders.video.clips import ClipConfig, ClipFrames, plan_clips, read_frame_index
+from datasvc.loaders.video.clips import ClipConfig, ClipFrames, plan_clips, plan_reads, read_frame_index
 from datasvc.printable import count_text
 from datasvc.shards import Shard
-from datasvc.shards.format.schema import LABEL, VIDEO_FRAMES, VIDEO_HEIGHT, VIDEO_WIDTH
-from datasvc.shards.video.video_file import decode_frames
+from datasvc.shards.format.schema import LABEL, VIDEO, VIDEO_FRAMES, VIDEO_HEIGHT, VIDEO_WIDTH
+from datasvc.shards.video.video_file import ReadBytes, decode_frames
 from datasvc.threads import run_before_threads_end
 
 A = TypeVar("A")
@@ -188,6 +188,11 @@ class ClipDecoder:
             except BadSampleError as error:
                 out[index] = 0
                 return str(error)
+            except CorruptDataError as error:
+                if not shards[index].is_partial:
+                    raise
+                out[index] = 0  # a part of a video, while the others of its shard are intact
+                return str(error)
         return None
 
     def _decode_clip(
@@ -205,8 +210,11 @@ class ClipDecoder:
         if length < config.frames and config.short == "bad":
             raise BadSampleError(f"has {frame_index.frames} frames, and a clip spans {config.span}")
         numbers = clips.numbers[index, :length].tolist()
-        writer = self._writer()
-        for number, pixels in decode_frames(batch.blobs[index], frame_index, numbers, shard.read):
+        writer, content = self._writer(), batch.blobs[index]
+        read: ReadBytes = shard.read
+        if shard.is_partial:
+            read = shard.reader(VIDEO, int(batch.rows[index]), plan_reads(frame_index, numbers, len(content)))
+        for number, pixels in decode_frames(content, frame_index, numbers, read):
             if self._stopped.is_set():
                 raise CancelledError
             change = None if edit is None else partial(edit, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -11,10 +12,15 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 from datasvc.loaders.core.arguments import check_sizes
 from datasvc.shards import Shard
+from datasvc.shards.format.parts import ReadPlan
 from datasvc.shards.format.schema import VIDEO_FRAMES, VIDEO_KEYS, VIDEO_PTS
-from datasvc.shards.video.video_file import FrameIndex, KeyFrame
+from datasvc.shards.video.video_file import READ_BYTES, FrameIndex, KeyFrame, key_frame_before
 
 Short = Literal["repeat", "bad"]
+_MAX_PLANNED_BYTES: Final = 16 << 20  # of one range
+_FRAMES_OF_HEADER: Final = 4  # in bytes: FFmpeg reads the first frame, a key frame, when it opens a file
+# In bytes: key frames are larger than others, and a decoder needs the packets after that of a frame to return it.
+_FRAMES_AHEAD: Final = 12
 _STARTS: Final = 51  # value of `purpose` for `derive_keys`; tournaments have 49 and 50
 
 
@@ -94,3 +100,24 @@ def read_frame_index(shard: Shard, row: int) -> FrameIndex:
         pts.to_numpy().astype(np.int64, copy=False),
         [KeyFrame(*values) for values in zip(*fields, strict=True)],
     )
+
+
+def plan_reads(index: FrameIndex, wanted: Sequence[int], size_bytes: int) -> ReadPlan:
+    """Return what `decode_frames` reads of a file: its header, and the packets from the key frame on.
+
+    The frames between two key frames are taken to be of equal sizes. A table at the end of the file, which MP4 and
+    Matroska may have, is not planned: the header says where it is.
+    """
+    offsets = sorted(key.offset for key in index.key_frames)
+    if not offsets or offsets[0] < 0:
+        return ReadPlan([(0, 1)], size_bytes)  # AVI, which is read from its start
+    frame_bytes = (size_bytes - offsets[0]) // index.frames
+    # FFmpeg decodes the first frame of each file that it opens.
+    spans = [(0, min(offsets[0], _MAX_PLANNED_BYTES) + _FRAMES_OF_HEADER * frame_bytes + READ_BYTES)]
+    key = key_frame_before(index, wanted[0])
+    start, first = (offsets[0], 0) if key is None else (key.offset, np.searchsorted(index.pts, key.pts))
+    later = [key for key in index.key_frames if key.pts > index.pts[wanted[-1]] and key.offset > start]
+    stop, last = (later[0].offset, np.searchsorted(index.pts, later[0].pts)) if later else (size_bytes, index.frames)
+    share = min(1.0, float((wanted[-1] + 1 + _FRAMES_AHEAD - first) / (last - first)))
+    length = min(int((stop - start) * share) + READ_BYTES, _MAX_PLANNED_BYTES, size_bytes - start)
+    return ReadPlan([*spans, (start, start + length)], offsets[-1])

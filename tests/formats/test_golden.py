@@ -25,7 +25,7 @@ import pyarrow as pa
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
 from datasvc.errors import ConfigError
 from datasvc.ledger.signals import read_signal
@@ -245,6 +245,15 @@ def captioned_shard():
             writer.append(sample)
     digests = digest_batch(pa.RecordBatch.from_pylist(CAPTIONS, CAPTIONED))
     return sink.getvalue(), SampleIndex.build([each["key"] for each in CAPTIONS], *digests, writer.layout)
+
+
+def parted_index():
+    """Return the index of a shard whose blob has parts of 10,000 bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("parts", "writer"):
+            patch.setattr(f"datasvc.shards.format.{module}.MIN_PARTED_BYTES", 0)
+        patch.setattr("datasvc.shards.format.parts.PART_BYTES", 10_000)
+        return index(LARGE)
 
 
 def shard_bytes():
@@ -565,6 +574,7 @@ def written(folder):
         "epoch-grid-1.json": json.dumps(grids(), indent=1, sort_keys=True).encode(),
         "index-2.arrow": index().encode(),
         "index-2-frame.arrow": index(LARGE).encode(),
+        "index-2-parts.arrow": parted_index().encode(),
         "index-3.arrow": timed_index().encode(),
         "deletions-1.arrow": deletions().encode(),
         "redactions-1.json": redactions(),
@@ -789,6 +799,15 @@ def test_a_sample_index_of_format_2_holds_all_but_the_blobs_where_these_are_larg
     (read,) = part.plan(np.arange(1))
     part.add(read, [LARGE[0]["image"]])
     assert part.sample(0) == LARGE[0]
+
+
+def test_a_sample_index_has_the_digests_of_parts_of_large_blobs_beside_what_earlier_releases_read():
+    found, plain = (SampleIndex.decode(golden(f"index-2-{name}.arrow"), "golden") for name in ("parts", "frame"))
+    (parts,), blob = found.layout.parts, LARGE[0]["image"]
+    assert (parts.sample, parts.part_bytes) == (0, 10_000)
+    digests = [xxh3_128_digest(blob[start : start + 10_000]) for start in range(0, len(blob), 10_000)]
+    assert parts.digests == b"".join(digests)
+    assert (found.table, found.layout.batches, plain.layout.parts) == (plain.table, plain.layout.batches, ())
 
 
 def test_a_shard_table_of_format_3_opens_with_its_overlays(tmp_path):

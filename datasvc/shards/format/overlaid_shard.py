@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from datasvc.repository import Objects
 from datasvc.shards.format.ipc_reader import IpcReader, ObjectFiles
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.overlays import ShardOverlay
+from datasvc.shards.format.parts import ReadPlan
 from datasvc.shards.format.reader import Shard, open_shard, python_value, text_errors
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
@@ -47,6 +48,10 @@ class OverlaidShard(Shard):
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
         """Return the same as `Shard.read`."""
         return self.stored.read(view, buffer)
+
+    def reader(self, column: str, row: int, plan: ReadPlan) -> Callable[[Bytes, Bytes], Bytes]:
+        """Return the same as `Shard.reader`."""
+        return self.stored.reader(column, row, plan)
 
     @property
     def batches(self) -> Sequence[pa.RecordBatch]:

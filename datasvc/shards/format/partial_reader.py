@@ -9,7 +9,7 @@ in the index is read as a whole, and has a digest of its own.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from threading import RLock
@@ -28,8 +28,9 @@ from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards.format.digests import digest_blob, digest_sample
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_batch
 from datasvc.shards.format.mapped_file import Bytes
+from datasvc.shards.format.parts import PartedBlob, ReadPlan
 from datasvc.shards.format.reader import Shard, blob_part
-from datasvc.shards.format.sample_index import BatchLayout, ByteRange, Digests, SampleIndex, check_ranges
+from datasvc.shards.format.sample_index import BatchLayout, ByteRange, Digests, SampleIndex, SampleParts, check_ranges
 from datasvc.shards.format.schema import check_shard_schema, has_compression, is_blob
 
 # Samples with at most this gap between them are read by one request: the transfer of the gap takes a third of the
@@ -120,6 +121,9 @@ class PartialShard(Shard):
         super().__init__(layout.schema, [partial.batch for partial in self._partial], name)
         # The empty array is for a shard without record batches: `concatenate` needs at least one array.
         self._is_readable = np.concatenate([np.empty(0, np.bool_), *[partial.readable for partial in self._partial]])
+        self._parts = {parts.sample: (parts, self._parted_range(parts)) for parts in layout.parts}
+        self._is_in_parts = np.zeros(len(self._is_readable), np.bool_)
+        self._objects: RangedObjects | None = None
 
     def has(self, rows: Integers) -> bool:
         """Return whether all of `rows` are readable."""
@@ -130,7 +134,7 @@ class PartialShard(Shard):
 
         Samples of a record batch with a gap of at most `gap_bytes` between them are read together, with the gap.
         """
-        missing = np.unique(rows[~self._is_readable[rows]])
+        missing = np.unique(rows[~self._is_readable[rows] & ~self._is_in_parts[rows]])
         batches = np.searchsorted(self._starts, missing, side="right") - 1
         return [
             PartialRead(number, run[0], run[1], spans)
@@ -178,9 +182,49 @@ class PartialShard(Shard):
             self.add(read, contents)
         return sum(read.size_bytes for read in reads)
 
+    @property
+    def parted_bytes(self) -> int:
+        """Number of bytes of blobs with parts."""
+        return sum(span.length for _, span in self._parts.values())
+
+    def read_in_parts(self, objects: RangedObjects) -> None:
+        """Read blobs with parts by `reader` alone, from `objects`, from now on: `fetch` leaves them out.
+
+        `blobs` returns views of their sizes, whose bytes are zeros.
+        """
+        self._objects = objects
+        self._is_in_parts[[*self._parts]] = True
+
+    def reader(self, column: str, row: int, plan: ReadPlan) -> Callable[[Bytes, Bytes], Bytes]:
+        """Return a function like `Shard.read` for views of one blob; of `read_in_parts`, it reads and verifies parts.
+
+        Raises, as does the function: see `PartedBlob`.
+        """
+        if not self._is_in_parts[row] or self._is_readable[row] or self._objects is None:
+            return self.read
+        (parts, span), (view,) = self._parts[row], self.blobs(column, np.array([row]))
+        objects, digest = self._objects, self.info.digest
+
+        def read_range(offset: int, length: int) -> Content:
+            return objects.read_range(digest, span.offset + offset, length)
+
+        return PartedBlob(view, parts, read_range, f"sample {row} of shard {self.name}", plan).read
+
+    def _parted_range(self, parts: SampleParts) -> ByteRange:
+        """Return the range of a blob with parts in the shard's file. Raise CorruptDataError if they contradict it."""
+        number = int(np.searchsorted(self._starts, parts.sample, side="right")) - 1
+        if 0 <= parts.sample < self.num_samples and isinstance(batch := self._partial[number], FramedBatch):
+            spans = batch.sample_spans(parts.sample - int(self._starts[number]))
+            if len(spans) == 1 and parts.num_parts == parts.count(spans[0].length):
+                return spans[0]
+        raise CorruptDataError(
+            f"{self.name}: its sample index has digests of other parts than sample {parts.sample} has; "
+            "restore the index from another copy"
+        )
+
     def blobs(self, column: str, rows: npt.NDArray[np.int64]) -> list[Bytes]:
         """Return blobs as `Shard.blobs` does. Raise IndexError for rows that are not readable yet."""
-        self._check(rows)
+        self._check(rows[~self._is_in_parts[rows]])
         with self._lock:
             return super().blobs(column, rows)
 
@@ -191,7 +235,7 @@ class PartialShard(Shard):
 
     def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
         """Return the same as `Shard.is_valid`. Raise IndexError for rows that are not readable yet."""
-        self._check(rows)
+        self._check(rows[~self._is_in_parts[rows]])
         with self._lock:
             return super().is_valid(column, rows)
 
@@ -314,6 +358,10 @@ class FramedBatch:
         for number, view in enumerate(views):
             start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
             self._memory[start : start + len(view)] = view
+
+    def sample_spans(self, row: int) -> list[ByteRange]:
+        """Return the ranges in the shard's file of the blobs of a sample that have bytes."""
+        return [span for span in self._spans(row, row + 1) if span.length]
 
     def _spans(self, start: int, stop: int) -> tuple[ByteRange, ...]:
         """Return the range in the shard's file of the blobs of samples `start` to `stop`, for each blob column."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from datasvc.repository.objects.objects import digest_of_file
 from datasvc.shards.format.digests import joined_bytes, value_offsets
 from datasvc.shards.format.ipc_reader import IpcReader, column_to_numpy
 from datasvc.shards.format.mapped_file import Bytes, MappedFile
+from datasvc.shards.format.parts import ReadPlan
 from datasvc.shards.format.schema import check_shard_schema, has_compression, is_blob, is_compressible, redacted_rows
 
 BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # content, starts and stops, see `blob_part`
@@ -172,6 +173,10 @@ class Shard:
             UnavailableError: the disk cannot be read.
         """
         return view if self._file is None else self._file.read(view, buffer[: len(view)])
+
+    def reader(self, column: str, row: int, plan: ReadPlan) -> Callable[[Bytes, Bytes], Bytes]:  # noqa: ARG002
+        """Return a function like `read` for views of one blob, for one thread. May read the ranges of `plan` now."""
+        return self.read
 
     @cached_property
     def redacted(self) -> npt.NDArray[np.int64]:

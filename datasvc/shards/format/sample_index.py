@@ -10,7 +10,7 @@ large part of the message, as for text, the layout has a digest of the whole mes
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +33,7 @@ INDEX_FORMAT = 3
 _TEXT_FORMAT: Final = 2  # the last format in which dates, times, durations and decimals are hashed as text
 _FORMAT_KEY: Final = b"datasvc.index.format"
 _LAYOUT_KEY: Final = b"datasvc.index.batches"
+_PARTS_KEY: Final = b"datasvc.index.parts"  # releases without it ignore it, and read whole blobs
 _SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -55,6 +56,14 @@ _COLUMNS = pa.schema(
         pa.field("digest", pa.binary(DIGEST_BYTES)),
         pa.field("frame", pa.large_binary()),
         pa.field("blobs", pa.list_(pa.field("item", _SPAN, nullable=False)), nullable=False),
+    ]
+)
+
+_PARTS = pa.schema(
+    [
+        pa.field("sample", pa.int64(), nullable=False),
+        pa.field("part_bytes", pa.int64(), nullable=False),
+        pa.field("digests", pa.large_binary(), nullable=False),
     ]
 )
 
@@ -90,7 +99,10 @@ class SampleIndex:
 
     def encode(self) -> bytes:
         """Return the index as an Arrow IPC file; equal indexes give equal bytes."""
-        return encode_table(self.table, {_LAYOUT_KEY: self.layout.encode()} if self.layout is not None else None)
+        if self.layout is None:
+            return encode_table(self.table, None)
+        parts = {_PARTS_KEY: _encode_parts(self.layout.parts)} if self.layout.parts else {}
+        return encode_table(self.table, {_LAYOUT_KEY: self.layout.encode(), **parts})
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> SampleIndex:
@@ -98,10 +110,12 @@ class SampleIndex:
         table = decode_table(
             content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT, columns=_SCHEMA
         )
-        encoded = decode_metadata(content).get(_LAYOUT_KEY)
-        if encoded is None:
+        metadata = decode_metadata(content)
+        if _LAYOUT_KEY not in metadata:
             return cls(table)
-        layout = ShardLayout.decode(encoded, name)
+        layout = ShardLayout.decode(metadata[_LAYOUT_KEY], name)
+        if _PARTS_KEY in metadata:
+            layout = replace(layout, parts=_decode_parts(metadata[_PARTS_KEY], name))
         if layout.num_samples != table.num_rows:
             raise CorruptDataError(
                 f"{name} lists {count_text(table.num_rows, 'sample')}, but its record batches have "
@@ -161,19 +175,49 @@ class BatchLayout:
 
 
 @dataclass(frozen=True)
+class SampleParts:
+    """Digests of the parts of the only blob of a sample that has bytes.
+
+    Attributes:
+        sample: number of the sample in the shard.
+        part_bytes: size of each part; the last one may be smaller.
+        digests: 128-bit xxHash3 of each part, joined.
+    """
+
+    sample: int
+    part_bytes: int
+    digests: bytes
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return len(self.digests) // DIGEST_BYTES
+
+    def count(self, size_bytes: int) -> int:
+        """Return the number of parts that a blob of a size has."""
+        return -(-size_bytes // self.part_bytes)
+
+    def digest(self, number: int) -> bytes:
+        """Return the digest of a part."""
+        return self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+
+
+@dataclass(frozen=True)
 class ShardLayout:
     """A shard's schema and the layout of its record batches.
 
     Attributes:
         schema: schema of the shard's file, which may lack columns of its split.
         batches: all record batches in order.
+        parts: digests of the parts of large blobs, see `parts.digest_parts`.
     """
 
     schema: pa.Schema
     batches: tuple[BatchLayout, ...]
+    parts: tuple[SampleParts, ...] = ()
 
     def encode(self) -> bytes:
-        """Return the layout as an Arrow IPC stream; equal layouts give equal bytes."""
+        """Return the layout without `parts` as an Arrow IPC stream; equal layouts give equal bytes."""
         rows = [
             {
                 "offset": batch.message.offset,
@@ -186,10 +230,7 @@ class ShardLayout:
             for batch in self.batches
         ]
         schema = _COLUMNS.with_metadata({_SCHEMA_KEY: self.schema.serialize().to_pybytes()})
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, schema) as stream:
-            stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))
-        return bytes(sink.getvalue().to_pybytes())
+        return _encode_stream(rows, schema)
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> ShardLayout:
@@ -220,6 +261,30 @@ def check_ranges(ranges: Iterable[ByteRange], size_bytes: int) -> None:
         if span.length < 0 or span.offset < position or span.offset + span.length > size_bytes:
             raise ValueError(f"bytes {span.offset} to {span.offset + span.length} are not a valid range")
         position = span.offset + span.length
+
+
+def _encode_stream(rows: list[dict[str, Any]], schema: pa.Schema) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as stream:
+        stream.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _encode_parts(parts: Sequence[SampleParts]) -> bytes:
+    return _encode_stream([asdict(each) for each in parts], _PARTS)
+
+
+def _decode_parts(content: bytes, name: str) -> tuple[SampleParts, ...]:
+    try:
+        table = read_stream(content)
+        if not table.schema.equals(_PARTS):
+            raise ValueError(f"they have the columns {table.schema.names}; expected {_PARTS.names}")
+        parts = tuple(SampleParts(**row) for row in table.to_pylist())
+        if any(each.part_bytes <= 0 or len(each.digests) % DIGEST_BYTES for each in parts):
+            raise ValueError("a blob has parts without bytes, or a part of a digest")
+    except PARSE_ERRORS as error:
+        raise CorruptDataError(f"{name} has invalid digests of the parts of blobs: {error!r}") from error
+    return parts
 
 
 def _decode_batch(row: dict[str, Any]) -> BatchLayout:

@@ -20,7 +20,8 @@ from xxhash import xxh3_128
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.compressed_batches import BatchCompressor, Chunk, choose_columns
-from datasvc.shards.format.sample_index import BatchLayout, ByteRange, ShardLayout
+from datasvc.shards.format.parts import MIN_PARTED_BYTES, digest_parts
+from datasvc.shards.format.sample_index import BatchLayout, ByteRange, SampleParts, ShardLayout
 from datasvc.shards.format.schema import (
     HEIGHT,
     IMAGE,
@@ -295,6 +296,7 @@ class IpcWriter:
         self.saved_bytes: int | None = 0 if compressed else None
         self._blobs = [number for number, field in enumerate(schema) if is_blob(field.type)]
         self._batches: list[BatchLayout] = []
+        self._parts: list[SampleParts] = []
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
         """Append a record batch. Raise what the sink raises."""
@@ -317,7 +319,10 @@ class IpcWriter:
             self._chunks.take_chunks()
             self.saved_bytes += plain_bytes - sum(map(len, chunks))
         blobs = [batch.column(number).buffers()[2] for number in self._blobs]
-        self._batches.append(describe_batch(chunks, start_bytes, blobs, batch.num_rows))
+        layout = describe_batch(chunks, start_bytes, blobs, batch.num_rows)
+        if layout.frame is not None and layout.message.length >= MIN_PARTED_BYTES:
+            self._parts += digest_parts(batch, self._blobs, sum(each.num_samples for each in self._batches))
+        self._batches.append(layout)
 
     def close(self) -> None:
         """Write the file's footer."""
@@ -329,7 +334,7 @@ class IpcWriter:
     @property
     def layout(self) -> ShardLayout:
         """Layout of the record batches written so far."""
-        return ShardLayout(self._schema, tuple(self._batches))
+        return ShardLayout(self._schema, tuple(self._batches), tuple(self._parts))
 
 
 def describe_batch(

@@ -20,11 +20,11 @@ from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects, Repository, Resolved
 from datasvc.shards.format.digests import encode_array
-from datasvc.shards.format.edit_columns import count_labels, rename_values, set_values
 from datasvc.shards.format.overlaid_shard import read_values
 from datasvc.shards.format.overlays import Patch
 from datasvc.shards.format.schema import KEY, LABEL, is_blob, measured_columns
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.history.edit_columns import count_labels, rename_values, set_values
 from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
 from datasvc.shards.sources.column_source import read_column, to_type
 from datasvc.shards.sources.common.column_types import is_text

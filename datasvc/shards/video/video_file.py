@@ -46,7 +46,8 @@ _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")
 _MP4_COUNTS: Final = re.compile(rb"(?:st(?:sz|z2).{8}|trun.{4})(.{4})", re.DOTALL)
 READABLE: Final = "MP4, MOV, Matroska, WebM and AVI"
 _UNKNOWN: Final = -1  # position of a packet
-_READ_BYTES: Final = 64 << 10  # read at a time
+READ_BYTES: Final = 64 << 10
+"""Bytes of a file that are read at a time."""
 
 Pixels = npt.NDArray[np.uint8]
 Bytes = npt.NDArray[np.uint8]
@@ -162,7 +163,7 @@ def decode_frames(
         CorruptDataError, UnavailableError: `read` failed.
     """
     left = set(wanted)
-    key = _key_frame_before(index, wanted[0])
+    key = key_frame_before(index, wanted[0])
     if key is not None:
         try:
             yield from _decode_from(content, index, key, left, read or _take_view)
@@ -176,7 +177,7 @@ def decode_frames(
         yield from _decode_from(content, index, None, left, read or _take_view)
 
 
-def _key_frame_before(index: FrameIndex, number: int) -> KeyFrame | None:
+def key_frame_before(index: FrameIndex, number: int) -> KeyFrame | None:
     """Return the last key frame up to a frame; None: decode from the start of the file."""
     keys = [key for key in index.key_frames if key.pts <= index.pts[number]]
     return keys[-1] if keys and keys[-1].pts > index.pts[0] else None
@@ -299,7 +300,7 @@ def _open(content: Bytes, read: ReadBytes) -> Iterator[tuple[InputContainer, Vid
     try:
         demuxer = _demuxer(file)
         with av.open(
-            file, "r", demuxer, options=limits, metadata_errors="replace", buffer_size=_READ_BYTES
+            file, "r", demuxer, options=limits, metadata_errors="replace", buffer_size=READ_BYTES
         ) as container:
             stream = cast("VideoStream | None", container.streams.best("video"))
             if stream is None:

@@ -17,9 +17,10 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.redactions import redaction_log
 from datasvc.repository.removal import remove_versions
 from datasvc.shards import open_dataset
-from datasvc.shards.format import edit_columns, overlays
+from datasvc.shards.format import overlays
 from datasvc.shards.format.overlays import sparse_table
 from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.history import edit_columns
 from datasvc.shards.history.columns import add_column, compact, label, rename_column, set_column
 from datasvc.shards.history.purged_overlays import empty_overlays
 from datasvc.shards.versions import deletions
