@@ -133,6 +133,7 @@ def test_tokens_are_replayed(blocks):  # noqa: F811
 SHAPES = {
     "square": FAST,
     "fit": {**FAST, "size": Fit(shorter=(40, 56), longer=90, multiple=8), "augment": AugmentConfig(hue=0.1)},
+    "grouped": {**FAST, "size": None, "tail": "pad", "augment": AugmentConfig(hue=0.1)},
     "mosaic": {**FAST, "augment": AugmentConfig(scale=(0.5, 1.0), mosaic=0.7, mosaic_epochs=1)},
 }
 
@@ -141,6 +142,7 @@ SHAPES = {
 def test_boxes_masks_and_several_images_are_replayed(tmp_path, shape):
     repository = Repository.create(str(tmp_path / "repo"))
     scenes = write(repository, "scenes", [sample(seed) for seed in range(12)])
+    scenes = scenes.grouped_by_aspect(8) if shape == "grouped" else scenes
     objects = ObjectConfig(("box_labels",), min_visible=0.3, num_keypoints=2, flip_pairs=((0, 1),))
     columns = {"images": ("image", "half"), "masks": ("seg",), "boxes": "boxes", "keypoints": "keypoints"}
 

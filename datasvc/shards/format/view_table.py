@@ -26,6 +26,7 @@ from datasvc.repository.objects.objects import parse_digest
 
 GROUPS_PER_BLOCK: Final = 32
 """Groups whose samples are sorted together, see `packing.groups`."""
+MAX_GROUP: Final = 1 << 20
 _PURPOSE: Final = 4  # the order uses 1 to 3, see `datasvc.order`
 _MAX_EXACT: Final = 1 << 62
 
@@ -144,7 +145,7 @@ class Grouping:
     def of_json(cls, fields: Mapping[str, Any]) -> Grouping:
         """Return the grouping of JSON values. Raise KeyError, TypeError, ValueError: they are not valid."""
         objects = tuple(WeightPack(checked(first, int), parse_digest(digest)) for first, digest in fields["objects"])
-        if checked(fields["group"], int) < 1 or not objects or objects[0].first_shard != 0:
+        if not 1 <= checked(fields["group"], int) <= MAX_GROUP or not objects or objects[0].first_shard != 0:
             raise ValueError(f"grouping {fields!r}")
         return cls(fields["group"], objects)
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_among
-from datasvc.shards.format.view_table import Grouping, ViewOrigin
+from datasvc.shards.format.view_table import MAX_GROUP, Grouping, ViewOrigin
 from datasvc.shards.packing.groups import encode_aspects
 from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.views.derive import NUMBER, read_groups, value_of
 from datasvc.shards.views.named import find_stored, save_view
 
-_MAX_GROUP: Final = 1 << 20
-
 
 def grouped_by_aspect(split: Split, group: int) -> Split:
     """Return the view of a split that is grouped by aspect; see `Split.grouped_by_aspect`."""
-    if type(group) is not int or not 1 <= group <= _MAX_GROUP:
-        raise ConfigError(f"group is {group!r}; expected an integer from 1 to {_MAX_GROUP}")
+    if type(group) is not int or not 1 <= group <= MAX_GROUP:
+        raise ConfigError(f"group is {group!r}; expected an integer from 1 to {MAX_GROUP}")
     if split.packs is not None or split.table.grouping is not None:
         state = "packed" if split.packs is not None else "grouped already"
         raise ConfigError(f"{split.title} is {state}; expected a split or a view without packs and groups")

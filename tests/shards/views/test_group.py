@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 import datasvc
+from datasvc.api.purge import purge
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
@@ -17,11 +18,13 @@ from datasvc.ledger.audit import audit_folders
 from datasvc.ledger.audit_text import SampleNames
 from datasvc.loaders.core.derived_order import window_need
 from datasvc.loaders.core.mixture import Mixture, check_samples
+from datasvc.loaders.core.split_reader import Cursor
 from datasvc.loaders.torch.sampler import OrderBatchSampler
 from datasvc.models import ConsumptionTracker, find_consumers
 from datasvc.order import OrderConfig
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.packing import groups
 from datasvc.shards.packing.groups import encode_aspects
 from datasvc.shards.versions.delete import delete
@@ -234,6 +237,34 @@ def test_groups_are_computed_once_and_again_after_a_loss_and_copied_with_their_v
     monkeypatch.undo()
     repository.objects.local_path(view.digest).unlink()
     assert datasvc.open(repository.url).dataset("coco@2")["train"].grouped_by_aspect(4).digest == view.digest
+
+
+def test_purged_samples_keep_their_places_masked_and_have_no_shape_in_later_views(split, repository):
+    view = split.grouped_by_aspect(4)
+    before = np.stack(view.access_order(ORDERS[0], 1).locate(np.arange(271)))
+    purge(repository, "coco", keys=["7", "200"], dry_run=False)
+    again = open_dataset(datasvc.open(repository.url).repository, "coco")["train"]
+    kept = again.grouped_by_aspect(4)
+    assert kept.digest == view.digest
+    assert np.array_equal(np.stack(kept.access_order(ORDERS[0], 1).locate(np.arange(271))), before)
+    loader = load(kept, 4, columns=())
+    assert (
+        sum(
+            int((~batch.mask).sum())
+            for batch in (loader._batches.read_part(Cursor(0, at), 0) for at in range(0, 271, 4))
+        )
+        == 2
+    )
+    later = again.grouped_by_aspect(6)
+    codes = groups.Aspects(repository.objects, later.table, later.table.grouping).of(np.zeros(12, int), np.arange(12))
+    assert codes.tolist() == [aspect(number) if number != 7 else 128 for number in range(13) if number != 3]
+
+
+@pytest.mark.parametrize("size", [0, 1 << 63, 2.0, None])
+def test_a_table_with_a_group_of_no_size_is_corrupt(split, size):
+    table = split.grouped_by_aspect(4).table
+    with pytest.raises(CorruptDataError, match="is not a shard table"):
+        ShardTable.decode(replace(table, grouping=replace(table.grouping, group=size)).encode(), "a table")
 
 
 def test_damaged_aspects_are_reported(split):
