@@ -126,6 +126,17 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
     return run_in_threads(work, list(zip(values, strict=True)), threads)
 
 
+def iterate_in_threads(
+    work: Callable[[_Value], _Result], values: Sequence[_Value], threads: int
+) -> Iterator[_Result]:
+    """Yield `work` of each of `values`, in the same order; up to `threads` calls run at once.
+
+    The calls are made in groups as they are needed, so memory holds a bounded number of results.
+    """
+    for start in range(0, len(values), threads):
+        yield from map_in_threads(work, values[start : start + threads], threads)
+
+
 @contextmanager
 def deferred_signals() -> Iterator[None]:
     """Run the handlers of signals that come in this context after it; only the main thread runs any.

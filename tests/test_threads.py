@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from datasvc.errors import CorruptDataError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.sizes import group_by_size
-from datasvc.threads import call_within, collection_paused, deferred_signals, map_in_threads, run_in_threads
+from datasvc.threads import (
+    call_within,
+    collection_paused,
+    deferred_signals,
+    iterate_in_threads,
+    map_in_threads,
+    run_in_threads,
+)
 from tests.support.gate import Gate
 
 CONTENT = bytes(1 << 20)
@@ -25,6 +32,14 @@ CONTENT = bytes(1 << 20)
 def test_results_come_in_the_order_of_the_arguments():
     assert run_in_threads(lambda a, b: a * b, [(n, 2) for n in range(50)], 4) == [2 * n for n in range(50)]
     assert run_in_threads(lambda a: a, [], 4) == []
+
+
+def test_results_are_made_in_groups_as_they_are_needed():
+    made = []
+    results = iterate_in_threads(lambda number: made.append(number) or -number, range(10), 4)
+    assert next(results) == 0
+    assert sorted(made) == [0, 1, 2, 3]
+    assert list(results) == [-number for number in range(1, 10)]
 
 
 @given(st.lists(st.integers(0, 3 << 20), max_size=60))

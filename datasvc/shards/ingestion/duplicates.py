@@ -26,7 +26,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.source import BadSample, Source
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.keys import SampleRows, hash_values, take_keys
-from datasvc.threads import map_in_threads
+from datasvc.threads import iterate_in_threads
 
 DuplicateKind = Literal["key", "payload"]
 _MAX_PARALLEL_READS: Final = 8
@@ -151,16 +151,14 @@ def _compare(
 
 
 def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]) -> Iterator[SampleIndex]:
-    """Yield the sample indexes of `shards`, in the same order."""
+    """Iterate over the sample indexes of `shards`, in the same order."""
 
     def read(shard: int) -> SampleIndex:
         index = read_index(objects, table, shard)
         assert index is not None, shard
         return index
 
-    # Indexes are read in groups, so that memory holds a bounded number of them.
-    for start in range(0, len(shards), _MAX_PARALLEL_READS):
-        yield from map_in_threads(read, shards[start : start + _MAX_PARALLEL_READS], _MAX_PARALLEL_READS)
+    return iterate_in_threads(read, shards, _MAX_PARALLEL_READS)
 
 
 def _repeated_positions(hashes: Integers) -> Integers:

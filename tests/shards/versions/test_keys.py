@@ -1,12 +1,18 @@
 """What two sides have in common: compared with a dictionary, whichever is smaller, whatever hashes meet."""
 
+import secrets
+import threading
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.shards.versions.keys import ShardValues, Side, hash_values, match_values
+from datasvc.repository import Repository
+from datasvc.shards import ingest, open_dataset
+from datasvc.shards.versions import keys
+from datasvc.shards.versions.keys import ShardValues, Side, SplitKeys, hash_values, match_values
 
 
 def side(shards, data_type):
@@ -53,6 +59,23 @@ def test_every_sample_of_one_side_meets_the_first_equal_one_of_the_other(data_ty
         for attached, places in ((found.attached_a, found.a), (found.attached_b, found.b))
     ]
     assert list(zip(found.values.to_pylist(), *sides, strict=True)) == expected
+
+
+def test_a_remote_split_is_read_by_many_requests_at_once_and_in_order(folder, monkeypatch):
+    repository = Repository.create(f"memory://{secrets.token_hex(8)}")
+    ingest(repository, str(folder), "pets", shard_bytes=600)
+    table = open_dataset(repository, "pets@1")["train"].table
+    at_once, read = 4, keys.read_index
+    assert table.num_shards >= at_once
+    meeting = threading.Barrier(at_once)
+
+    def read_together(objects, table, shard):
+        if shard < at_once:
+            meeting.wait(60)
+        return read(objects, table, shard)
+
+    monkeypatch.setattr(keys, "read_index", read_together)
+    assert [each.shard for each in SplitKeys(repository.objects, table)] == list(range(table.num_shards))
 
 
 def test_digests_of_an_array_that_is_a_slice_are_hashed_where_they_lie():
