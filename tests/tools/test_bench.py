@@ -164,6 +164,16 @@ def test_finding_model_versions_is_measured(tmp_path):
 
 
 @pytest.mark.long
+def test_acts_on_growing_repositories_are_measured(tmp_path):
+    sizes = ("--shards", 2, 4, "--versions", 3, 6, "--models", 200, 300, "--folder", tmp_path)
+    reports = run("metadata", "--json", "--repeats", 1, *sizes).splitlines()
+    assert len(reports) == 3
+    for found in map(json.loads, reports):
+        check(found, repeats=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
 def test_pages_over_many_versions_are_measured(tmp_path):
     found = run_json("ui_pages", "--repeats", 1, "--versions", 300, "--folder", tmp_path)
     assert all(row["median"] > 0 for row in found["rows"])

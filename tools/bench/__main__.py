@@ -55,6 +55,7 @@ MODULES: Final = {
     "models_sharded": "models_ranks",
     "models_local": "models_ranks",
     "models_find": "models_find",
+    "metadata": "metadata",
     "pages": "ui",
     "ui_pages": "ui",
     "ui_live": "ui",

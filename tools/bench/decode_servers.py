@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -23,18 +25,20 @@ from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.shards import Split
 from tools.bench.photos import staged_photos
 from tools.bench.runner import Options, Report, bench, column, environment, rate_of, run_rounds
+from tools.bench.slow_link import ADDRESSES, inside, shaped_nodes
 
 ALONE, SERVED, BOTH = "one processor", "one processor, and a decode server on another", "two processors"
 COSTS: Final = {"here": "decode here", "sent": "send to a server, and receive", "served": "decode in the server"}
 REQUESTS = 50
 
 
-@bench(repeats=5, images=2000, batch=64, size=224)
+@bench(repeats=5, images=2000, batch=64, size=224, gbit=(0.0, "of a link to the server, on a node of its own (root)"))
 def decode_servers(options: Options) -> Report:
     """Images/s of `ImageLoader` on one processor, with and without a decode server on another, and on two.
 
     The loader has a decoding thread for each of its processors, and the server has one thread. Both are on one
-    machine, over the loopback, so a ratio shows what sending costs the two processors, and not what a network adds.
+    machine, over the loopback, so a ratio shows what sending costs the two processors, and not what a network adds;
+    with `--gbit`, in two network namespaces that a link of this speed joins.
     Then the processor time of an image: decoded by a thread here; or sent to the server in requests of 8, in both
     processes.
     """
@@ -43,7 +47,8 @@ def decode_servers(options: Options) -> Report:
         sys.exit("two processors are needed")
     with (
         staged_photos(options.folder, num_images=options.images) as (split, cache, size_bytes),
-        _running_server(options, second) as (url, process),
+        _network(options.gbit) as (prefix, address),
+        _running_server(options, second, prefix, address) as (url, process),
     ):
         arms = {
             ALONE: lambda: _rate(split, cache, options, {first}),
@@ -112,18 +117,25 @@ def _rate(split: Split, cache: Cache, options: Options, processors: set[int], *s
 
 
 @contextmanager
-def _running_server(options: Options, processor: int) -> Iterator[tuple[str, int]]:
+def _network(gbit: float) -> Iterator[tuple[list[str], str]]:
+    """Yield the start of a command of the server's node and its address; this process enters the other node."""
+    if not gbit:
+        yield [], "127.0.0.1"
+        return
+    with shaped_nodes(gbit * 1e9 / 8) as (here, there), Path(f"/proc/{here}/ns/net").open() as network:
+        # For this thread and all that it starts, until the end of the program.
+        if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "cannot enter a network namespace; run as root")
+        yield inside(there), ADDRESSES[1]
+
+
+@contextmanager
+def _running_server(options: Options, processor: int, prefix: list[str], address: str) -> Iterator[tuple[str, int]]:
     """Yield the URL and the process of a node that decodes in one thread, on one processor."""
-    command = [sys.executable, "-m", "datasvc", "serve", "--decode-threads", "1", "--port", "0", "--json"]
-    command += [
-        "--cache",
-        str(options.folder / "served"),
-        "--budget",
-        "10MB",
-        "--repo",
-        f"{options.folder}/repository",
-    ]
-    command += ["--log-level", "warning"]
+    os.environ["DATASVC_TOKEN"] = secrets.token_hex(16)  # a node that others reach wants one
+    command = [*prefix, sys.executable, "-m", "datasvc", "serve", "--decode-threads", "1", "--host", address]
+    command += ["--port", "0", "--json", "--log-level", "warning", "--budget", "10MB"]
+    command += ["--cache", str(options.folder / "served"), "--repo", f"{options.folder}/repository"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1")) as server:
         assert server.stdout is not None
         os.sched_setaffinity(server.pid, {processor})

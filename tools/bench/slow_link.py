@@ -32,7 +32,7 @@ AUTO, MAX_STEPS_TO_CHOOSE = "auto", 20
 GRID_MIB = (0.5, 1, 2, 4, 8, 16, 25, 64)
 FLAT, HIERARCHICAL, INSIDE = "flat", "hierarchical", "inside"
 NUM_REDUCTIONS = 4
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29471  # no other program can have it: the namespaces are new
 
 
@@ -223,7 +223,7 @@ def shaped_nodes(bytes_per_s: float) -> Iterator[list[int]]:
     with ExitStack() as stack:
         first, second = holders = [_start_node(stack) for _ in range(NUM_NODES)]
         _run(first, "ip", "link", "add", "name", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second))
-        for node, address in zip(holders, _ADDRESSES, strict=True):
+        for node, address in zip(holders, ADDRESSES, strict=True):
             _run(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
             _run(node, "ip", "link", "set", "dev", "eth0", "up")
             queue = ["tbf", "rate", f"{round(bytes_per_s * 8)}bit", "burst", "128kb", "limit", "512kb"]
@@ -244,7 +244,7 @@ def delayed_nodes(bytes_per_s: float, delay_s: float) -> Iterator[list[int]]:
         assert process.stdout is not None
         if not process.stdout.readline():
             sys.exit("this machine refuses TUN devices; run as root, with /dev/net/tun")
-        for node, address in zip(holders, _ADDRESSES, strict=True):
+        for node, address in zip(holders, ADDRESSES, strict=True):
             _run(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
             _run(node, "ip", "link", "set", "dev", "eth0", "mtu", "65000", "up")
         yield holders
@@ -266,12 +266,12 @@ def run_on_nodes(
 ) -> Iterator[dict[str, Any]]:
     """Call a function on every rank, one thread each, and yield the JSON objects that rank 0 prints, as they come."""
     size = len(nodes) * ranks_per_node
-    shared = {"MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": str(_PORT), "WORLD_SIZE": str(size)}
+    shared = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(_PORT), "WORLD_SIZE": str(size)}
     shared |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     ranks = []
     for rank in range(size):
         node, local_rank = divmod(rank, ranks_per_node)
-        command = [*_inside(nodes[node]), *call_command(function, *arguments)]
+        command = [*inside(nodes[node]), *call_command(function, *arguments)]
         variables = environment(**shared, RANK=str(rank), LOCAL_RANK=str(local_rank))
         output = None if rank else subprocess.PIPE
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, text=True))
@@ -287,8 +287,9 @@ def run_on_nodes(
 
 
 def _run(node: int, *words: str) -> None:
-    subprocess.run([*_inside(node), *words], check=True)
+    subprocess.run([*inside(node), *words], check=True)
 
 
-def _inside(node: int) -> list[str]:
+def inside(node: int) -> list[str]:
+    """Return the start of a command that runs the rest of it in the network of a node."""
     return ["nsenter", f"--net=/proc/{node}/ns/net"]
