@@ -110,6 +110,7 @@ def test_clips_of_sounds_are_measured(tmp_path):
 @pytest.mark.long
 def test_clips_of_videos_are_measured(tmp_path):
     check(run_json("video", "--repeats", 1, "--files", 4, "--batch", 2, "--folder", tmp_path), repeats=1)
+    check(run_json("remote_video", "--repeats", 1, "--frames", 120, "--folder", tmp_path), repeats=1)
 
 
 @pytest.mark.long

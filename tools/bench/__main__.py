@@ -30,6 +30,7 @@ MODULES: Final = {
     "attention": "tokens",
     "audio": "audio",
     "video": "video",
+    "remote_video": "video",
     "shared": "shared",
     "shared_training": "shared",
     "cache": "cache",

@@ -89,7 +89,7 @@ class PartedBlob:
         self._num_parts = parts.num_parts
         self._held: dict[int, memoryview] = {}
         # Of the last read that was not planned: its size, and the part after it.
-        self._ahead_bytes, self._next = _MIN_AHEAD_BYTES, -1
+        self._ahead_bytes, self._next = _MIN_AHEAD_BYTES, self._num_parts
         runs = self._plan_runs(plan.spans)
         with ThreadPoolExecutor(max(1, len(runs))) as pool:
             for found in pool.map(lambda run: self._fetch(*run), runs):
@@ -125,7 +125,8 @@ class PartedBlob:
             self._held.clear()  # a decoder that reads so much does not return to what it has read
         rest_bytes = self._size_bytes - number * size
         is_tail = number * size >= self._tail and rest_bytes <= _MAX_TAIL_BYTES
-        self._ahead_bytes = min(2 * self._ahead_bytes, _MAX_AHEAD_BYTES) if number == self._next else _MIN_AHEAD_BYTES
+        # A file whose tables are spread over it, such as fragmented MP4, is read forward up to the clip.
+        self._ahead_bytes = min(2 * self._ahead_bytes, _MAX_AHEAD_BYTES) if number >= self._next else _MIN_AHEAD_BYTES
         stop = self._num_parts if is_tail else min(number + max(1, self._ahead_bytes // size), self._num_parts)
         self._next = next((later for later in range(number, stop) if later in self._held), stop)
         self._held |= self._fetch(number, self._next)
