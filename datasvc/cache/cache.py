@@ -276,6 +276,8 @@ def stage_objects(
 ) -> StageReport:
     """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that no fetch evicts it."""
     objects = {info.digest: (info, repository) for info, repository in requests}
+    if job.peers is not None:
+        objects = {digest: objects[digest] for digest in job.peers.stage_order(objects)}
     needed_bytes = sum(footprint(info.size_bytes) for info, _ in objects.values())
     # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
     # A smaller set may fail later, because pinned objects and objects in use are not subtracted here.

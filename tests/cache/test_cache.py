@@ -343,6 +343,27 @@ def test_staging_reports_every_byte_once(tmp_path, splits):
             assert (progress.totals, progress.by_source) == ([size], {kind: size})
 
 
+def test_a_node_with_peers_stages_in_the_order_that_they_give(tmp_path, splits, monkeypatch):
+    class Backwards:
+        def stage_order(self, digests):
+            return sorted(digests, reverse=True)
+
+        def sources(self, *_):
+            return []
+
+        fallback_sources = sources
+
+    held = []
+    hold = Cache.hold
+    monkeypatch.setattr(
+        Cache, "hold", lambda cache, info, *more: held.append(info.digest) or hold(cache, info, *more)
+    )
+    with Cache(tmp_path / "cache", budget="1MB", peers=Backwards()) as cache:
+        cache.stage(splits, num_threads=1)
+    assert held == sorted(held, reverse=True)
+    assert len(held) > 1
+
+
 def test_staging_that_is_stopped_begins_no_more_and_holds_nothing(tmp_path, splits):
     stop = threading.Event()
     with Cache(tmp_path / "cache", budget="1MB") as cache:

@@ -1,9 +1,10 @@
 """The other nodes, as sources of objects: before the origin and, if it fails, after it.
 
 For each object, `placement` ranks the nodes; the first one is the owner. A node requests an object only from nodes
-that rank above itself. A requested node that does not have the object fetches it first. So the object is read from
-the origin once, by its owner. Other nodes skip a peer that is paused after a failure, and use the next node in rank
-as the owner. If the origin fails, the nodes that rank below the requesting node send the objects that they have.
+that rank above itself: of many nodes, first from one that may have a copy; then from the owner. An owner that does
+not have the object fetches it first. So the object is read from the origin once, by its owner. Other nodes skip a
+peer that is paused after a failure, and use the next node in rank as the owner. If the origin fails, the nodes that
+rank below the requesting node send the objects that they have.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 from datasvc.cache.peers.membership import NodeMembership
 from datasvc.cache.peers.peer_health import PeerHealth, PeerReport
 from datasvc.cache.peers.peer_source import PeerSettings, PeerSource, tls_context
-from datasvc.cache.peers.placement import rank_nodes
+from datasvc.cache.peers.placement import choose_copy, order_for_node, rank_nodes, spreads_load
 from datasvc.repository import Digest, ObjectInfo
 
 
@@ -56,10 +57,26 @@ class Peers:
     def sources(self, info: ObjectInfo, origin_url: str) -> list[PeerSource]:
         """Return the peers to read an object from before its origin, the best first; [] if this node owns it.
 
-        A peer that does not have the object reads it from the repository at `origin_url`.
+        A peer that does not have the object reads it from the repository at `origin_url`. Only the first peer may be
+        one that sends the object if it is resident there, and otherwise answers at once that it is not.
         """
         higher, _ = self._ranked(info.digest)
-        return [self._source(url, info, origin_url) for url in higher if self._health_of(url).may_request()]
+        higher = [url for url in higher if self._health_of(url).may_request()]
+        sources = [self._source(url, info, origin_url) for url in higher]
+        nodes = self._membership.nodes()
+        local_url = nodes.local_url
+        if local_url is not None and len(higher) > 1 and spreads_load(len(nodes.urls)):
+            copy = choose_copy(info.digest, higher, local_url)
+            if copy != higher[0]:
+                sources.insert(0, self._source(copy, info, origin_url, may_fetch=False))
+        return sources
+
+    def stage_order(self, digests: Iterable[Digest]) -> list[Digest]:
+        """Return objects in the order in which this node stages them: their own, or that of `order_for_node`."""
+        nodes = self._membership.nodes()
+        if nodes.local_url is None or not spreads_load(len(nodes.urls)):
+            return list(digests)
+        return order_for_node(digests, nodes.local_url)
 
     def fallback_sources(self, info: ObjectInfo, origin_url: str) -> list[PeerSource]:
         """Return the peers to read an object from when its origin has failed: those that rank below this node.

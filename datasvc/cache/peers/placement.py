@@ -12,8 +12,8 @@ that a node has the same name, in the same spelling, in all lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import xxhash
 
@@ -22,6 +22,9 @@ from datasvc.repository import Digest, Repository
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 
 _MAX_SHARDS: Final = 10_000
+_MIN_NODES_TO_SPREAD: Final = 16
+
+Node = TypeVar("Node")  # a node, in any form
 
 
 def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
@@ -31,6 +34,38 @@ def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
     """
     # Equal weights are sorted by name, so that the order of `nodes` never matters.
     return sorted(nodes, key=lambda node: (-_weight(digest, node), node))
+
+
+def spreads_load(num_nodes: int) -> bool:
+    """Return whether nodes stage in orders of their own (`order_for_node`), and ask for copies (`choose_copy`).
+
+    Few nodes stage in one common order: then they exchange the first objects while the origin sends the next ones.
+    With orders of their own, they read all from the origin before they exchange much. Of many nodes, the few owners
+    of the objects that all nodes need next are a bottleneck. `datasvc plan staging` shows both.
+    """
+    return num_nodes >= _MIN_NODES_TO_SPREAD
+
+
+def order_for_node(digests: Iterable[Digest], node: str) -> list[Digest]:
+    """Return objects in the order in which a node stages them: those for which it has the largest weight first.
+
+    So a node begins with the objects that it owns, and each node has another order. In one common order, all nodes
+    would request the same few objects from the same few owners, while the links of all others are idle.
+    """
+    return sorted(digests, key=lambda digest: (-_weight(digest, node), digest))
+
+
+def choose_copy(digest: Digest, higher: Sequence[Node], node: str) -> Node:
+    """Return the node that `node` asks for a copy before it asks the owner, so that the owner does not send them all.
+
+    It is a pseudo-random one of those that rank above `node`. By `order_for_node`, these stage the object early.
+
+    Args:
+        digest: the object.
+        higher: nodes that rank above `node` for the object, at least one.
+        node: the node that needs the object.
+    """
+    return higher[_weight(digest, node) % len(higher)]
 
 
 def _weight(digest: Digest, node: str) -> int:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from datasvc.cache.peers import peer_source
+from datasvc.cache.peers import peer_source, placement
 from datasvc.cache.peers.membership import FixedMembership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
@@ -190,12 +190,46 @@ def test_a_time_out_of_nothing_is_refused():
 
 def test_only_nodes_that_rank_above_this_one_are_asked():
     nodes = [f"http://10.255.0.{number}:1" for number in range(1, 6)]
-    asked = {}
-    for own in nodes:
-        peers = Peers(FixedMembership(nodes, local_url=own), PATIENT)
-        asked[own] = [source.name for source in peers.sources(INFO, ORIGIN)]
     ranked = rank_nodes(INFO.digest, nodes)
-    assert asked == {own: ranked[: ranked.index(own)] for own in nodes}
+    for rank, own in enumerate(ranked):
+        peers = Peers(FixedMembership(nodes, local_url=own), PATIENT)
+        assert [source.name for source in peers.sources(INFO, ORIGIN)] == ranked[:rank]
+        assert peers.stage_order([INFO.digest, "0" * 64]) == [INFO.digest, "0" * 64]
+
+
+def test_of_many_nodes_one_that_may_have_a_copy_is_asked_before_the_owner():
+    nodes = [f"http://10.255.0.{number}:1" for number in range(1, 41)]
+    ranked = rank_nodes(INFO.digest, nodes)
+    copies = []
+    for rank, own in enumerate(ranked):
+        asked = [source.name for source in Peers(FixedMembership(nodes, local_url=own)).sources(INFO, ORIGIN)]
+        assert asked[len(asked) - rank :] == ranked[:rank]
+        copies += asked[: len(asked) - rank]
+    assert len(copies) > 25
+    assert len(set(copies)) > 10
+
+
+def test_a_peer_that_is_asked_for_a_copy_is_told_not_to_fetch(peer, monkeypatch):
+    monkeypatch.setattr(placement, "_MIN_NODES_TO_SPREAD", 3)
+    others = (f"http://node-{number}:1" for number in count())
+    owner = next(url for url in others if rank_nodes(INFO.digest, [url, peer.url])[0] == url)
+    last = (url for url in others if rank_nodes(INFO.digest, [url, peer.url])[1] == url)
+    own = next(url for url in last if placement.choose_copy(INFO.digest, [owner, peer.url], url) == peer.url)
+    sources = Peers(FixedMembership([own, owner, peer.url], local_url=own), PATIENT).sources(INFO, ORIGIN)
+    assert [source.name for source in sources] == [peer.url, owner, peer.url]
+    content = bytearray()
+    sources[0].stream(INFO, 0, INFO.size_bytes, lambda _, view: content.extend(view))
+    assert content == CONTENT
+    assert peer.requests[0][2]["fetch"] == ["0"]
+
+
+def test_of_many_nodes_each_stages_in_an_order_of_its_own():
+    digests = [digest_of(bytes([number])) for number in range(50)]
+    nodes = [f"http://10.255.0.{number}:1" for number in range(1, 41)]
+    orders = [Peers(FixedMembership(nodes, local_url=own)).stage_order(digests) for own in nodes]
+    assert len({tuple(order) for order in orders}) == len(nodes)
+    assert all(sorted(order) == sorted(digests) for order in orders)
+    assert Peers(FixedMembership(nodes)).stage_order(digests) == digests
 
 
 def test_a_machine_that_is_no_node_asks_all():

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache.peers.placement import rank_nodes
+from datasvc.cache.peers.placement import choose_copy, order_for_node, rank_nodes
 from datasvc.repository.objects.objects import digest_of
 
 DIGESTS = [digest_of(number.to_bytes(4, "big")) for number in range(4000)]
@@ -45,3 +45,28 @@ def test_every_node_owns_its_share():
 def test_the_choice_is_the_same_for_ever():
     nodes = ["http://a:1", "http://b:1", "http://c:1"]
     assert "".join(rank_nodes(digest, nodes)[0][7] for digest in DIGESTS[:12]) == "ccbaabbbabbc"
+
+
+def test_nodes_that_stage_the_same_objects_begin_with_different_ones_mostly_their_own():
+    nodes = [f"http://node{number}:8765" for number in range(8)]
+    orders = {node: order_for_node(DIGESTS, node) for node in nodes}
+    for node, order in orders.items():
+        assert sorted(order) == sorted(DIGESTS)
+        owned = [rank_nodes(digest, nodes)[0] == node for digest in order]
+        assert sum(owned[:100]) > 80
+        assert sum(owned[2000:]) < 20
+    firsts = Counter(digest for order in orders.values() for digest in order[:250])
+    assert len(firsts) > 0.75 * 8 * 250
+
+
+def test_copies_of_an_object_are_requested_from_all_nodes_that_have_it_early():
+    nodes = [f"http://node{number}:8765" for number in range(8)]
+    asked = Counter()
+    for digest in DIGESTS:
+        ranked = rank_nodes(digest, nodes)
+        for rank, node in enumerate(ranked[1:], 1):
+            copy = choose_copy(digest, ranked[:rank], node)
+            assert copy in ranked[:rank]
+            asked[copy] += 1
+    mean = asked.total() / 8
+    assert max(asked.values()) < 1.1 * mean, asked
