@@ -9,7 +9,7 @@ import typer
 
 from datasvc.cli.runs import PARSED_BY_PROGRAM
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import JsonOption, RepoOption, SamplesArgument, print_facts, print_json
+from datasvc.cli.terminal.output import JsonOption, RepoOption, SamplesArgument, print_facts, print_json, print_table
 from datasvc.printable import count_text
 from datasvc.sizes import format_size, parse_size
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from datasvc.planning.cache import EpochForecast
     from datasvc.planning.cost import CostForecast
     from datasvc.planning.run_plan import RunPlan
+    from datasvc.planning.staging import StagingForecast, StagingOptions
 
 app = typer.Typer(no_args_is_help=True, help="What a training run would need, before it starts.")
 
@@ -102,6 +103,108 @@ def layouts(context: typer.Context) -> None:
     from datasvc.trainer.recipes.planning.command import main
 
     main(context.args)
+
+
+@app.command()
+@options_from(
+    "planning.staging.StagingOptions",
+    in_order="nodes size object_size origin_bandwidth request_bandwidth origin_latency bandwidth latency "
+    "disk_bandwidth object_time share data_sets lose add slow hot budget one_owner seed as_json",
+    size_bytes=None,
+    object_bytes=None,
+    object_s=None,
+    budget_bytes=None,
+)
+def staging(
+    size: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="Size of the data, such as 150GB or 10TB.")],
+    nodes: Annotated[list[int], typer.Option(help="Number of nodes; repeat the option for several.", min=1)],
+    origin_bandwidth: Annotated[
+        str, typer.Option(metavar="RATE", help="Bandwidth of the origin to all nodes together: 20GB/s, 200Gbit/s.")
+    ],
+    object_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of each object.")] = "64MiB",
+    bandwidth: Annotated[
+        str,
+        typer.Option(metavar="RATE", help="Bandwidth of the link of each node, in each direction: 10GbE, 25GB/s."),
+    ] = "10GbE",
+    request_bandwidth: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Bandwidth of one request to the origin.")
+    ] = None,
+    disk_bandwidth: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Bandwidth with which each node writes.")
+    ] = None,
+    origin_latency: Annotated[
+        str, typer.Option(metavar="TIME", help="Time from a request to the origin until its first byte.")
+    ] = "20ms",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="Latency of a message between nodes.")] = "50us",
+    object_time: Annotated[
+        str, typer.Option(metavar="TIME", help="Time of each object in which no bytes flow: hash, publication.")
+    ] = "10ms",
+    lose: Annotated[
+        str, typer.Option(metavar="COUNT@PERCENT", help="Lose nodes when this part of the bytes has arrived: 1@50%.")
+    ] = "0@50%",
+    add: Annotated[
+        str, typer.Option(metavar="COUNT@PERCENT", help="Add nodes when this part of the bytes has arrived.")
+    ] = "0@50%",
+    slow: Annotated[
+        str, typer.Option(metavar="COUNT:FACTOR", help="Nodes whose link is slower by a factor: 1:4.")
+    ] = "0:1",
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Budget of each node's cache; default: the data fits.")
+    ] = None,
+    as_json: JsonOption = False,
+    **options: Any,
+) -> None:
+    """Forecast the time in which all nodes stage the same data, beside the bounds of origin, network and disks.
+
+    Example: datasvc plan staging --bytes 150GB --nodes 8 --nodes 64 --origin-bandwidth 20GB/s --bandwidth 100GbE
+    """
+    from datasvc.planning.cluster import parse_bandwidth, parse_duration
+    from datasvc.planning.staging import StagingOptions, parse_nodes, plan_staging
+
+    planned = StagingOptions(
+        size_bytes=parse_size(size),
+        object_bytes=parse_size(object_size),
+        origin_bytes_s=parse_bandwidth(origin_bandwidth),
+        request_bytes_s=None if request_bandwidth is None else parse_bandwidth(request_bandwidth),
+        origin_latency_s=parse_duration(origin_latency),
+        node_bytes_s=parse_bandwidth(bandwidth),
+        latency_s=parse_duration(latency),
+        disk_bytes_s=None if disk_bandwidth is None else parse_bandwidth(disk_bandwidth),
+        object_s=parse_duration(object_time),
+        lose=parse_nodes(lose, "@", "%"),
+        add=parse_nodes(add, "@", "%"),
+        slow=parse_nodes(slow, ":"),
+        budget_bytes=None if budget is None else parse_size(budget),
+        **options,
+    )
+    forecasts = [plan_staging(number, planned) for number in nodes]
+    if as_json:
+        print_json([each.to_dict() for each in forecasts])
+        return
+    print_table(
+        ["nodes", "staged", "bound", "ratio", "origin", "network", "disks", "origin reads", "from origin",
+         "from peers", "busiest / mean"],
+        [
+            (each.num_nodes, f"{each.staged_s:.1f} s", f"{each.bound_s:.1f} s", f"{each.ratio:.2f}",
+             f"{each.origin_s:.1f} s", f"{each.network_s:.1f} s", f"{each.disk_s:.1f} s", f"{each.origin_reads:.2f}",
+             format_size(each.origin_bytes), format_size(each.peer_bytes), f"{each.busiest:.2f}")
+            for each in forecasts
+        ],
+    )  # fmt: skip
+    for each in forecasts:
+        print_facts(_staging_facts(each, planned))
+
+
+def _staging_facts(forecast: StagingForecast, options: StagingOptions) -> dict[str, str]:
+    """Return what the table does not have, for options that need it."""
+    facts = {}
+    if forecast.num_simulated < forecast.num_objects:
+        facts["simulated"] = f"{forecast.num_simulated} larger objects instead of {forecast.num_objects}"
+    if options.data_sets > 1:
+        facts["data sets staged"] = ", ".join(f"{seconds:.1f} s" for seconds in forecast.data_set_s)
+    if forecast.hot_s is not None:
+        facts["hot object on all nodes"] = f"{forecast.hot_s:.1f} s"
+    return {f"{forecast.num_nodes} nodes, {name}": text for name, text in facts.items()}
 
 
 def _print_forecast(plan: RunPlan, images_per_second: float | None) -> None:

@@ -84,3 +84,20 @@ def test_errors_say_what_to_do_without_a_traceback(digits, arguments, code, mess
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_plan_of_staging_has_a_row_for_each_number_of_nodes():
+    arguments = ("--bytes", "300MB", "--object-size", "10MB", "--origin-bandwidth", "1GB/s", "--hot")
+    done = run("plan", "staging", *arguments, "--nodes", 1, "--nodes", 3, "--lose", "1@50%")
+    assert done.returncode == 2
+    assert "more than are lost" in done.stderr
+    done = run("plan", "staging", *arguments, "--nodes", 2, "--nodes", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    two, three = json.loads(done.stdout)
+    assert (two["num_nodes"], three["num_nodes"], three["num_objects"]) == (2, 3, 30)
+    assert two["origin_bytes"] == pytest.approx(300e6)
+    assert three["peer_bytes"] == pytest.approx(600e6)
+    assert three["staged_s"] > three["bound_s"] == pytest.approx(0.3)
+    done = run("plan", "staging", *arguments, "--nodes", 2)
+    assert f"{two['staged_s']:.1f} s" in done.stdout
+    assert "2 nodes, hot object on all nodes:" in done.stdout
