@@ -76,7 +76,7 @@ check: setup  ## ruff, mypy and the import directions
 # the others take long or much disk. docs/reference/benchmarks.md has their commands.
 BENCHES := order ingest ingest_samples ingest_memory open_version cache loader evaluation large_photos small_images shared models_find \
 	ui_pages ui_live run_log trainer negotiation start profile_check layout_memory
-NOT_BENCHES := groups signals loss_forecast mixture views open_view averaging sync_curves buckets compressed_gradients compression_advice hierarchical plan_check models_local models_sharded store_streams \
+NOT_BENCHES := groups signals staging loss_forecast mixture views open_view averaging sync_curves buckets compressed_gradients compression_advice hierarchical plan_check models_local models_sharded store_streams \
 	loader_resume models models_trained_on pages shared_training slow_worker lost_ranks decode_servers tokens attention audio video remote_video attach columns metadata
 
 bench: setup  ## most benchmarks, one after the other; results belong into docs/reference/benchmarks.md

@@ -35,6 +35,7 @@ MODULES: Final = {
     "shared_training": "shared",
     "cache": "cache",
     "store_streams": "store_streams",
+    "staging": "staging",
     "trainer": "trainer",
     "negotiation": "negotiation",
     "start": "start",

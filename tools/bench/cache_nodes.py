@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.membership import FixedMembership
+from datasvc.cache.peers.peer_source import TOKEN_VARIABLE
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.peers.placement import rank_nodes
 from datasvc.repository import ObjectInfo, Objects
@@ -36,6 +38,7 @@ class ServedNode:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.seconds = 0.0  # of the last job
         self._job = ""
 
     def start_staging(self) -> None:
@@ -47,13 +50,16 @@ class ServedNode:
         while (job := self._ask(f"/stage/{self._job}"))["state"] in ("waiting", "running"):
             time.sleep(_POLL_S)
         assert job["state"] == "done", job
+        self.seconds = job["seconds"]
         found: dict[str, int] = job["bytes"]
         return found
 
     def _ask(self, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
+        token = os.environ.get(TOKEN_VARIABLE)
+        authorization = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(  # noqa: S310 - a node on loopback
-            self.url + path, data, {"Content-Type": "application/json"}
+            self.url + path, data, {"Content-Type": "application/json", **authorization}
         )
         with urllib.request.urlopen(request) as answer:  # noqa: S310
             found: dict[str, Any] = json.load(answer)
@@ -61,10 +67,13 @@ class ServedNode:
 
 
 @contextmanager
-def serve_node(folder: Path, repository: str, budget: int, port: int = 0, peers: str = "") -> Iterator[ServedNode]:
-    """Run a node on loopback while the block runs."""
+def serve_node(
+    folder: Path, repository: str, budget: int, port: int = 0, peers: str = "", host: str = "127.0.0.1"
+) -> Iterator[ServedNode]:
+    """Run a node while the block runs; on another address than loopback, with the token of the environment."""
     words = ["--cache", folder, "--repo", repository, "--budget", budget, "--port", port, "--grace", 1, "--json"]
-    words += ["--peers", peers, "--url", f"http://127.0.0.1:{port}"] if peers else []
+    words += ["--host", host, "--log-level", "warning"]
+    words += ["--peers", peers, "--url", f"http://{host}:{port}"] if peers else []
     command = [sys.executable, "-m", "datasvc.cli.main", "serve", *map(str, words)]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -23,9 +23,10 @@ from datasvc.loaders.decode.servers import DecodeServers
 from datasvc.loaders.decode.serving import Decoder, EncodedImage
 from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.shards import Split
+from tools.bench.namespaces import inside
 from tools.bench.photos import staged_photos
 from tools.bench.runner import Options, Report, bench, column, environment, rate_of, run_rounds
-from tools.bench.slow_link import ADDRESSES, inside, shaped_nodes
+from tools.bench.slow_link import ADDRESSES, shaped_nodes
 
 ALONE, SERVED, BOTH = "one processor", "one processor, and a decode server on another", "two processors"
 COSTS: Final = {"here": "decode here", "sent": "send to a server, and receive", "served": "decode in the server"}

@@ -24,6 +24,7 @@ import datasvc.trainer as hvd
 from datasvc.planning.cluster import Cluster, Link, all_ranks, all_reduce_s
 from datasvc.trainer.recipes.models import build_model
 from tools.bench.delayed_link import relay
+from tools.bench.namespaces import inside, limit_rate, run_on, start_node
 from tools.bench.ranks import say, time_block
 from tools.bench.runner import ROOT, Options, Report, bench, call_command, environment, turns
 
@@ -221,13 +222,14 @@ def shaped_nodes(bytes_per_s: float) -> Iterator[list[int]]:
     Exits with a message where the machine refuses namespaces.
     """
     with ExitStack() as stack:
-        first, second = holders = [_start_node(stack) for _ in range(NUM_NODES)]
-        _run(first, "ip", "link", "add", "name", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second))
+        first, second = holders = [start_node(stack) for _ in range(NUM_NODES)]
+        run_on(
+            first, "ip", "link", "add", "name", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second)
+        )
         for node, address in zip(holders, ADDRESSES, strict=True):
-            _run(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
-            _run(node, "ip", "link", "set", "dev", "eth0", "up")
-            queue = ["tbf", "rate", f"{round(bytes_per_s * 8)}bit", "burst", "128kb", "limit", "512kb"]
-            _run(node, "tc", "qdisc", "replace", "dev", "eth0", "root", *queue)
+            run_on(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+            run_on(node, "ip", "link", "set", "dev", "eth0", "up")
+            limit_rate(node, "eth0", bytes_per_s)
         yield holders
 
 
@@ -235,7 +237,7 @@ def shaped_nodes(bytes_per_s: float) -> Iterator[list[int]]:
 def delayed_nodes(bytes_per_s: float, delay_s: float) -> Iterator[list[int]]:
     """As `shaped_nodes`, with a delay of the link in each direction."""
     with ExitStack() as stack:
-        holders = [_start_node(stack) for _ in range(NUM_NODES)]
+        holders = [start_node(stack) for _ in range(NUM_NODES)]
         command = call_command(relay, *holders, bytes_per_s, delay_s)
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -245,20 +247,9 @@ def delayed_nodes(bytes_per_s: float, delay_s: float) -> Iterator[list[int]]:
         if not process.stdout.readline():
             sys.exit("this machine refuses TUN devices; run as root, with /dev/net/tun")
         for node, address in zip(holders, ADDRESSES, strict=True):
-            _run(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
-            _run(node, "ip", "link", "set", "dev", "eth0", "mtu", "65000", "up")
+            run_on(node, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+            run_on(node, "ip", "link", "set", "dev", "eth0", "mtu", "65000", "up")
         yield holders
-
-
-def _start_node(stack: ExitStack) -> int:
-    # It lasts as long as its input is open, so nothing is left behind however this program ends.
-    command = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    stack.callback(holder.communicate)
-    assert holder.stdout is not None
-    if holder.stdout.readline() != "up\n":
-        sys.exit("this machine refuses network namespaces; run as root, with iproute2 and util-linux")
-    return holder.pid
 
 
 def run_on_nodes(
@@ -284,12 +275,3 @@ def run_on_nodes(
         for rank in ranks:
             rank.kill()
             rank.wait()
-
-
-def _run(node: int, *words: str) -> None:
-    subprocess.run([*inside(node), *words], check=True)
-
-
-def inside(node: int) -> list[str]:
-    """Return the start of a command that runs the rest of it in the network of a node."""
-    return ["nsenter", f"--net=/proc/{node}/ns/net"]

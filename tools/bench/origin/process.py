@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -21,6 +22,7 @@ class OriginProcess:
         upstream: the URL of the store, or a folder.
         limits: how fast, how late.
         host: the address to listen on.
+        prefix: command that runs the origin, such as one that enters a namespace.
     """
 
     def __init__(
@@ -29,8 +31,9 @@ class OriginProcess:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         *,
         host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, "-m", "tools.bench.origin", upstream, "--host", host]
+        command = [*prefix, sys.executable, "-m", "tools.bench.origin", upstream, "--host", host]
         command += ["--latency-ms", str(limits.latency_s * 1e3)]
         for option, rate in (("--per-connection", limits.connection_rate), ("--total", limits.total_rate)):
             command += [] if rate is None else [option, str(rate)]
