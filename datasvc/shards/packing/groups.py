@@ -142,15 +142,17 @@ class GroupedOrder(AccessOrder):
     def _permute(self, positions: Integers, *, forward: bool) -> Integers:
         """Return the positions in the order without groups; with `forward=False`, the inverse."""
         blocks = np.minimum(positions // self._span, self._num_blocks - 1)
-        wanted = np.unique(blocks)
+        by_block = np.argsort(blocks, kind="stable")
+        wanted, starts = np.unique(blocks[by_block], return_index=True)
+        starts = np.append(starts, len(blocks))
         result = np.empty_like(positions)
         at_once = max(1, _POSITIONS_AT_ONCE // self._span)
         for first in range(0, len(wanted), at_once):
             chunk = wanted[first : first + at_once]
-            if not np.isin(chunk, self._computed.numbers).all():  # else consecutive steps, which are in one block
-                self._computed = self._compute(chunk)
-            known = self._computed
-            chosen = np.flatnonzero((blocks >= chunk[0]) & (blocks <= chunk[-1]))
+            known = self._computed  # read once: another thread may replace it
+            if not np.isin(chunk, known.numbers).all():  # else consecutive steps, which are in one block
+                known = self._computed = self._compute(chunk)
+            chosen = by_block[starts[first] : starts[first + len(chunk)]]
             index = positions[chosen] + known.shifts[np.searchsorted(known.numbers, blocks[chosen])]
             result[chosen] = (known.sources if forward else known.targets)[index]
         return result

@@ -132,6 +132,19 @@ def test_positions_are_located_one_by_one_as_all_at_once_and_found_again(split, 
             access.locate([wrong])
 
 
+def test_positions_do_not_depend_on_what_another_thread_locates_meanwhile(split, monkeypatch):
+    view, positions = split.grouped_by_aspect(GROUP), [70, 3, 200]
+    expected, access = (view.access_order(ORDERS[0], 1) for _ in range(2))
+    access.locate([0])
+    of_other = access._computed
+    monkeypatch.setattr(
+        groups.GroupedOrder, "_computed", property(lambda _: of_other, lambda *_: None), raising=False
+    )
+    found = np.stack(access.locate(positions))
+    monkeypatch.undo()
+    assert np.array_equal(found, np.stack(expected.locate(positions)))
+
+
 def test_samples_that_fill_no_group_have_any_aspect(split):
     view = split.grouped_by_aspect(10)
     last = [served(view, ORDERS[0], epoch)[-1] for epoch in range(12)]
