@@ -198,3 +198,20 @@ def test_ranks_and_a_resume_read_the_same_clips_in_parts(remote):
         }
 
     assert clips_of(remote.split, DataRanks(0, 2), DataRanks(1, 2)) == clips_of(remote.local, DataRanks())
+
+
+def test_clips_from_a_bucket_are_read_in_parts(s3_bucket, small_limits, files, monkeypatch):
+    local = split_of(f"{s3_bucket}/clips", files[:2])
+    split = Split("train", "clips@1", Repository.open(f"{s3_bucket}/clips"), local.digest)
+    lengths, read_range = [], split.repository.objects.read_range
+
+    def note(digest, offset, length):
+        lengths.append(length)
+        return read_range(digest, offset, length)
+
+    monkeypatch.setattr(split.repository.objects, "read_range", note)
+    monkeypatch.setattr(split.repository.objects, "fetch", None)  # of whole objects
+    (batch,) = batches(split, prefetch=0)
+    assert batch.mask.all()
+    assert len(lengths) <= 10
+    assert sum(lengths) < sum(map(len, files[:2]))
