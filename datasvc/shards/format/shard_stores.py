@@ -133,6 +133,9 @@ class OriginShards:
             shard, num_bytes = open_partial(self._objects, request.info, request.index), 0
             if shard is not None and 2 * shard.parted_bytes < request.info.size_bytes:
                 shard = None
+            # An attached shard is not stored: it is built as a whole.
+            if shard is not None and self._objects.storage.size(self._objects.path(digest)) is None:
+                shard = None
         if shard is not None:
             shard.read_in_parts(self._objects)
             num_bytes += shard.fetch(self._objects, request.rows)

@@ -214,10 +214,7 @@ class ShardOutput:
 
     def store(self, statistics: ShardStatistics) -> TableRow:
         """Store the closed shard and its index. Call this once, from any thread. Raise UnavailableError."""
-        layout = self.writer.layout
-        if isinstance(self._objects, HashedObjects):
-            layout = replace(layout, parts=())  # no range of an attached shard can be read: it is built as a whole
-        index = SampleIndex.build(self.keys, self.samples, self.payloads, layout)
+        index = SampleIndex.build(self.keys, self.samples, self.payloads, self.writer.layout)
         stored = self._objects.put(index.encode())
         return TableRow(self._objects.finish(self._object), statistics, stored.digest)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from datasvc.errors import BadSampleError, CorruptDataError, UnavailableError
+from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.loaders import DataRanks, VideoLoader
 from datasvc.repository import Objects, Repository
 from datasvc.shards.format import parts as parts_module
@@ -122,7 +122,9 @@ def test_a_clip_takes_few_requests_and_bytes(tmp_path, small_limits, name):
             # From the key frame up to 11 frames before to 12 after; the first ones of the file, and ends of parts.
             frames = last - first + 1 + 11 + 12 + 8
             counts = remote.origin.counts()
-            requests = counts["requests"] - (3 if seed == 0 else 0)  # the table and the sample index
+            requests = counts["requests"] - (
+                4 if seed == 0 else 0
+            )  # the table, the sample index, whether the shard is stored
             assert requests <= 5
             assert remote.shard_bytes() < frames / 60 * len(content) + 10 * PART_BYTES + (64 << 10)
 
@@ -163,6 +165,13 @@ def test_a_store_that_fails_is_no_bad_sample(tmp_path, small_limits, files, monk
         monkeypatch.setattr(split.repository.objects, "read_range", fail)
         with pytest.raises(UnavailableError, match="the store is away"):
             list(batches(split, on_bad="mask"))
+
+
+def test_a_shard_that_is_not_stored_is_opened_as_a_whole_as_attached_ones_are(tmp_path, small_limits, files):
+    with Remote(tmp_path / "repo", files[:2]) as remote:
+        remote.paths[0].unlink()
+        with pytest.raises(NotFoundError, match=r"is missing; restore it"):
+            list(batches(remote.split, training=False))
 
 
 def test_videos_without_parts_are_read_with_their_shard(tmp_path, files, small_limits, monkeypatch):

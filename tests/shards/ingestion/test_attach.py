@@ -53,7 +53,12 @@ def test_samples_are_those_of_an_ingest_in_the_order_of_the_source(repo, tars):
     assert {name: split.unchanged for name, split in diff.splits.items()} == {"train": 24}
 
 
-def test_one_tar_is_the_shard_that_an_ingest_stores_and_the_repository_has_none(repo, tmp_path):
+@pytest.mark.parametrize("min_bytes", [8 << 20, 100])  # of blobs with digests of parts
+def test_one_tar_is_the_shard_that_an_ingest_stores_and_the_repository_has_none(
+    repo, tmp_path, monkeypatch, min_bytes
+):
+    for module in ("parts", "writer"):
+        monkeypatch.setattr(f"datasvc.shards.format.{module}.MIN_PARTED_BYTES", min_bytes)
     source = str(write_tars(tmp_path / "one", FILES, per_tar=1000))
     attached = repo.datasets.open(str(repo.datasets.attach(source, "pets").version))["train"]
     objects = repo.repository.objects
