@@ -25,7 +25,7 @@ from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions, stored_rows_of
 from datasvc.shards.versions.labels import labels_at
-from datasvc.shards.versions.weights import open_order, open_packs
+from datasvc.shards.versions.weights import open_order, open_order_inputs
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE = 8
@@ -264,7 +264,7 @@ class KeyPositions:
     ) -> None:
         self._order = order
         self._tables = [tables[digest] for digest in order.tables]
-        self._packs = [open_packs(objects, table) for table in self._tables]
+        self._inputs = [open_order_inputs(objects, table) for table in self._tables]
         self._places = {source: split_places for source, split_places in places.items() if len(split_places.keys)}
         self.keys = concatenate(split_places.keys for split_places in self._places.values())
         sizes = [table.num_positions for table in self._tables]
@@ -288,7 +288,7 @@ class KeyPositions:
     def _find(self, source: int, places: KeyPlaces, epoch: int) -> Served:
         """Return the positions of the samples of one split."""
         if self._mixed is None:
-            order = open_order(self._tables[source], self._packs[source], self._order.config, epoch)
+            order = open_order(self._tables[source], self._inputs[source], self._order.config, epoch)
             samples, positions = order.copies_of(places.shards, places.rows)
             numbers = _numbers(self._tables[source], places)[samples]
             return Served(positions, places.keys[samples], np.full(len(positions), source), numbers)
@@ -310,7 +310,7 @@ class KeyPositions:
         ordinals, keys, numbers = [], [], []
         all_numbers = _numbers(table, places)
         for split_epoch in mixed.own_epochs(source, epoch):
-            order = open_order(table, self._packs[source], config, split_epoch)
+            order = open_order(table, self._inputs[source], config, split_epoch)
             samples, split_positions = order.copies_of(places.shards, places.rows)
             split_ordinals = split_epoch * size + split_positions
             is_served = (split_ordinals >= start) & (split_ordinals < stop)

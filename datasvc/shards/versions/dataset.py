@@ -32,7 +32,7 @@ from datasvc.shards.packing.packs import Packs
 from datasvc.shards.packing.row_cache import RowMap
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns
-from datasvc.shards.versions.weights import Opened, Weights, open_order, open_packs
+from datasvc.shards.versions.weights import OrderInputs, Weights, open_order, open_order_inputs
 from datasvc.shown import Shown, to_frame
 
 if TYPE_CHECKING:
@@ -163,18 +163,18 @@ class Split(Shown):
         return self.deletions.row_map(self.table.stored_per_shard)
 
     @cached_property
-    def _opened(self) -> Opened:
-        return open_packs(self.repository.objects, self.table)
+    def _order_inputs(self) -> OrderInputs:
+        return open_order_inputs(self.repository.objects, self.table)
 
     @property
     def weights(self) -> Weights | None:
         """The weights of the samples; None if the split is not weighted."""
-        return self._opened.weights
+        return self._order_inputs.weights
 
     @property
     def packs(self) -> Packs | None:
         """The packs of the documents; None if the split is not packed."""
-        return self._opened.packs
+        return self._order_inputs.packs
 
     @cached_property
     def num_positions(self) -> int:
@@ -183,7 +183,7 @@ class Split(Shown):
 
     def access_order(self, config: OrderConfig, epoch: int) -> AccessOrder:
         """Return the access order of an epoch; its rows are rows of `stored_rows`, or numbers of packs."""
-        return open_order(self.table, self._opened, config, epoch)
+        return open_order(self.table, self._order_inputs, config, epoch)
 
     @property
     def title(self) -> str:

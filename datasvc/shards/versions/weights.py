@@ -101,7 +101,7 @@ class WeightedOrder(AccessOrder):
         return find_copies(self, shards, rows, lambda shard: (self._served_rows(shard), None))
 
 
-class Opened(NamedTuple):
+class OrderInputs(NamedTuple):
     """What the access order of a table needs beside it; None for what the table does not have."""
 
     weights: Weights | None = None
@@ -109,22 +109,22 @@ class Opened(NamedTuple):
     aspects: Aspects | None = None
 
 
-def open_packs(objects: Objects, table: ShardTable) -> Opened:
+def open_order_inputs(objects: Objects, table: ShardTable) -> OrderInputs:
     """Return the weights of a table, its packs of documents, and the aspects of its images."""
-    return Opened(
+    return OrderInputs(
         Weights(objects, table) if table.weights else None,
         Packs(objects, table, table.packing) if table.packing is not None else None,
         Aspects(objects, table, table.grouping) if table.grouping is not None else None,
     )
 
 
-def open_order(table: ShardTable, opened: Opened, config: OrderConfig, epoch: int) -> AccessOrder:
-    """Return the access order of an epoch of a split; for `opened`, see `open_packs`."""
-    if opened.packs is not None:
-        return PackedOrder(table, opened.packs, config, epoch)
+def open_order(table: ShardTable, inputs: OrderInputs, config: OrderConfig, epoch: int) -> AccessOrder:
+    """Return the access order of an epoch of a split; for `inputs`, see `open_order_inputs`."""
+    if inputs.packs is not None:
+        return PackedOrder(table, inputs.packs, config, epoch)
     order = (
         AccessOrder(table.samples_per_shard, config, epoch)
-        if opened.weights is None
-        else WeightedOrder(table, opened.weights, config, epoch)
+        if inputs.weights is None
+        else WeightedOrder(table, inputs.weights, config, epoch)
     )
-    return order if opened.aspects is None else GroupedOrder(order, opened.aspects)
+    return order if inputs.aspects is None else GroupedOrder(order, inputs.aspects)
