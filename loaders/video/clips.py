@@ -113,7 +113,7 @@ def plan_reads(index: FrameIndex, wanted: Sequence[int], size_bytes: int) -> Rea
         return ReadPlan([(0, 1)], size_bytes)  # AVI, which is read from its start
     frame_bytes = (size_bytes - offsets[0]) // index.frames
     # FFmpeg decodes the first frame of each file that it opens.
-    spans = [(0, min(offsets[0], _MAX_PLANNED_BYTES) + _FRAMES_OF_HEADER * frame_bytes + READ_BYTES)]
+    spans = [(0, min(offsets[0] + _FRAMES_OF_HEADER * frame_bytes + READ_BYTES, _MAX_PLANNED_BYTES))]
     key = key_frame_before(index, wanted[0])
     start, first = (offsets[0], 0) if key is None else (key.offset, np.searchsorted(index.pts, key.pts))
     later = [key for key in index.key_frames if key.pts > index.pts[wanted[-1]] and key.offset > start]

@@ -1,14 +1,16 @@
 """Clips of videos in a remote repository: equal frames from verified parts of large files, and few requests."""
 
+import numpy as np
 import pytest
 import torch
 
 from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.loaders import DataRanks, VideoLoader
+from datasvc.loaders.video.clips import plan_reads
 from datasvc.repository import Objects, Repository
 from datasvc.shards.format import parts as parts_module
 from datasvc.shards.versions.dataset import Split
-from datasvc.shards.video.video_file import read_video_header
+from datasvc.shards.video.video_file import FrameIndex, KeyFrame, read_video_header
 from tests.loaders.video.test_video_loader import split_of
 from tests.shards.video.test_video_file import noise
 from tests.support.videos import VIDEOS, make_video, packets_of, video
@@ -127,6 +129,13 @@ def test_a_clip_takes_few_requests_and_bytes(tmp_path, small_limits, name):
             )  # the table, the sample index, whether the shard is stored
             assert requests <= 5
             assert remote.shard_bytes() < frames / 60 * len(content) + 10 * PART_BYTES + (64 << 10)
+
+
+@pytest.mark.parametrize(("frames", "offset"), [(1, 40), (3, 40), (3, 100 << 20)])
+def test_a_range_that_is_planned_is_small_also_of_few_large_frames(frames, offset):
+    index = FrameIndex(frames, np.arange(frames), [KeyFrame(0, 0, offset)])
+    plan = plan_reads(index, [0], 1 << 30)
+    assert max(stop - start for start, stop in plan.spans) <= 16 << 20
 
 
 def test_a_header_that_is_changed_or_a_packet_of_a_clip_makes_its_sample_bad(tmp_path, small_limits, files):
