@@ -82,7 +82,8 @@ class SplitKeys:
         """Yield the shards in order. Raise CorruptDataError, NotFoundError or UnavailableError if a read fails."""
         shards = self.shards.tolist()
         # A version that grows reads an index of every shard: from a bucket, one after the other takes minutes.
-        if self._objects.storage.is_local:
+        # Without an index, a whole shard is read, and memory has to hold only one of them.
+        if self._objects.storage.is_local or self.table.rows.column("index").null_count:
             return map(self.read, shards)
         return iterate_in_threads(self.read, shards, _READS_AT_ONCE)
 

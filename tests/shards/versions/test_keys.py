@@ -78,6 +78,17 @@ def test_a_remote_split_is_read_by_many_requests_at_once_and_in_order(folder, mo
     assert [each.shard for each in SplitKeys(repository.objects, table)] == list(range(table.num_shards))
 
 
+def test_remote_shards_without_indexes_are_read_one_after_the_other(folder, monkeypatch):
+    repository = Repository.create(f"memory://{secrets.token_hex(8)}")
+    ingest(repository, str(folder), "pets", shard_bytes=600)
+    table = open_dataset(repository, "pets@1")["train"].table
+    table = table.with_column("index", [None] * table.num_shards)
+    opened, read = [], keys.open_table_shard
+    monkeypatch.setattr(keys, "open_table_shard", lambda *place: opened.append(place[-1]) or read(*place))
+    for number, _ in enumerate(SplitKeys(repository.objects, table)):
+        assert opened == list(range(number + 1))
+
+
 def test_digests_of_an_array_that_is_a_slice_are_hashed_where_they_lie():
     digests = pa.array([b"%016d" % n for n in range(4)], pa.binary(16))
     assert hash_values(digests[1:3]).tolist() == hash_values(digests)[1:3].tolist()
