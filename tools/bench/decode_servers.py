@@ -133,7 +133,7 @@ def _network(gbit: float) -> Iterator[tuple[list[str], str]]:
 @contextmanager
 def _running_server(options: Options, processor: int, prefix: list[str], address: str) -> Iterator[tuple[str, int]]:
     """Yield the URL and the process of a node that decodes in one thread, on one processor."""
-    os.environ["DATASVC_TOKEN"] = secrets.token_hex(16)  # a node that others reach wants one
+    os.environ["DATASVC_TOKEN"] = secrets.token_hex(16)  # a node that others reach needs one
     command = [*prefix, sys.executable, "-m", "datasvc", "serve", "--decode-threads", "1", "--host", address]
     command += ["--port", "0", "--json", "--log-level", "warning", "--budget", "10MB"]
     command += ["--cache", str(options.folder / "served"), "--repo", f"{options.folder}/repository"]

@@ -7,7 +7,6 @@ before a decoder gets it, although most of the blob is never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.sample_index import SampleParts
+from datasvc.threads import run_in_threads
 
 # Of a clip of a video of 500 MB, the ends of its ranges cost some 0.3 MB with this size, and the index has 64 KB of
 # digests. Smaller parts would move bytes from the first to the second; see `tools/bench/video.py`.
@@ -91,9 +91,8 @@ class PartedBlob:
         # Of the last read that was not planned: its size, and the part after it.
         self._ahead_bytes, self._next = _MIN_AHEAD_BYTES, self._num_parts
         runs = self._plan_runs(plan.spans)
-        with ThreadPoolExecutor(max(1, len(runs))) as pool:
-            for found in pool.map(lambda run: self._fetch(*run), runs):
-                self._held |= found
+        for found in run_in_threads(self._fetch, runs, len(runs)):
+            self._held |= found
 
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
         """Read the bytes of `view`, a slice of `blob`, into `buffer` of the same size, and return `buffer`."""

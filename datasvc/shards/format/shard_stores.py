@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final, Protocol
@@ -15,6 +14,7 @@ from datasvc.shards.format.overlaid_shard import overlaid
 from datasvc.shards.format.partial_reader import PartialShard, open_partial
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.threads import map_in_threads
 
 _MAX_REQUESTS: Final = 16  # at once
 _MAX_IN_PARTS: Final = 256  # shards that are open: each has its sample index in memory
@@ -117,11 +117,8 @@ class OriginShards:
         The other blobs that a request needs are read. Raise CorruptDataError, NotFoundError, UnavailableError.
         """
         wanted = [] if self._objects.storage.is_local else [each for each in requests if each.in_parts]
-        if not wanted:
-            return {}
-        with ThreadPoolExecutor(min(len(wanted), _MAX_REQUESTS)) as pool:
-            opened = pool.map(self._open_in_parts, wanted)
-            return {each.info.digest: shard for each, shard in zip(wanted, opened, strict=True) if shard is not None}
+        opened = map_in_threads(self._open_in_parts, wanted, _MAX_REQUESTS)
+        return {each.info.digest: shard for each, shard in zip(wanted, opened, strict=True) if shard is not None}
 
     def _open_in_parts(self, request: ShardRequest) -> PartialShard | None:
         digest = request.info.digest
