@@ -19,8 +19,8 @@ from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.sample_index import SampleParts
 from datasvc.threads import run_in_threads
 
-# A clip of a video of 4 or 38 MB costs 2 to 14 % more bytes than with 64 KiB, for a quarter of the digests: 31 KB for a
-# video of 500 MB.
+# A clip of a video of 4 or 38 MB costs 2 to 14 % more bytes than with 64 KiB, for a quarter of the digests: 31 KB
+# for a video of 500 MB.
 PART_BYTES: Final = 256 << 10
 MIN_PARTED_BYTES: Final = 8 << 20
 """Smallest blob with parts. A smaller one arrives as a whole about as soon as the answers to three requests."""
