@@ -7,8 +7,8 @@ and staging more than the budget is refused at once, as `Cache.stage` does.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -90,14 +90,21 @@ class StagingOptions:
         for name in ("size_bytes", "object_bytes", "origin_bytes_s", "node_bytes_s", "data_sets"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0")
+        for name in ("request_bytes_s", "disk_bytes_s"):
+            if not (getattr(self, name) is None or getattr(self, name) > 0):
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0, or None: not limited")
+        for name in ("origin_latency_s", "latency_s", "object_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a finite time, not below 0")
+        if min(self.lose[0], self.add[0], self.slow[0]) < 0:
+            raise ConfigError("lose, add and slow begin with numbers of nodes; expected 0 or more")
         if not 0 < self.share <= 1 or min(self.lose[1], self.add[1]) < 0 or max(self.lose[1], self.add[1]) >= 1:
             raise ConfigError("a share is out of range; expected one above 0 and at most 1, and below 1 of an event")
         if self.slow[1] < 1:
             raise ConfigError(f"a node cannot be slower by a factor of {self.slow[1]:g}; expected at least 1")
-        if self.data_sets > self.num_objects:
-            raise ConfigError(
-                f"{self.num_objects} objects cannot be {self.data_sets} data sets; give smaller objects"
-            )
+        most = min(self.num_objects, _MAX_SIMULATED // 2)
+        if self.data_sets > most:
+            raise ConfigError(f"{self.data_sets} data sets of {self.num_objects} objects; expected at most {most}")
 
     @property
     def num_objects(self) -> int:
@@ -116,7 +123,7 @@ class StagingForecast:
         staged_s: time in which the last node has staged all.
         origin_s, network_s, disk_s: lower bounds of this time: by the origin, by the links, by the disks.
         origin_bytes: bytes that the nodes read from the origin.
-        origin_reads: how often they read each byte from there, in the mean.
+        origin_reads: how often they read each byte from there, in the mean, of what the nodes left at the end stage.
         peer_bytes: bytes that they received from each other.
         busiest: bytes that the busiest node sent, by the mean of the nodes.
         first_node_s: time in which the first node has staged all.
@@ -165,7 +172,7 @@ def plan_staging(num_nodes: int, options: StagingOptions) -> StagingForecast:
         raise ConfigError(f"{num_nodes} nodes; expected 1 or more, more than are lost, and not fewer than are slow")
     check_budget(options)
     num_all = num_nodes + options.add[0]
-    objects = _make_objects(num_all, options)
+    objects = _make_objects(num_nodes, num_all, options)
     limits = _make_limits(num_all, options)
     present = np.arange(num_all) < num_nodes
     # Slow nodes are the first ones, and lost nodes the last ones of those present.
@@ -175,10 +182,10 @@ def plan_staging(num_nodes: int, options: StagingOptions) -> StagingForecast:
     ]
     simulation = Simulation(objects, limits, present)
     simulation.run([event for event in events if len(event.nodes)])
-    staged = np.unique(objects.orders[present])
+    survive = ~np.isnan(simulation.done_s)
+    staged = np.unique(objects.orders[survive])
     staged_bytes, node_bytes = float(objects.sizes[staged].sum()), float(objects.sizes[objects.orders[0]].sum())
     origin_bytes, peer_bytes = float(simulation.origin_bytes.sum()), float(simulation.received_bytes.sum())
-    survive = ~np.isnan(simulation.done_s)
     return StagingForecast(
         num_nodes=num_nodes,
         num_objects=options.num_objects,
@@ -209,7 +216,9 @@ def check_budget(options: StagingOptions) -> None:
     """Raise CacheFullError if what a node stages exceeds its budget; see `Cache.stage`."""
     if options.budget_bytes is None:
         return
-    needed = int(footprint(options.object_bytes) * options.num_objects * options.share)
+    others = options.num_objects - 1
+    last_bytes = options.size_bytes - others * options.object_bytes
+    needed = int((footprint(options.object_bytes) * others + footprint(last_bytes)) * options.share)
     available = Account(options.budget_bytes, {}).available(DEFAULT_TENANT)
     if needed > available:
         raise CacheFullError(
@@ -218,69 +227,52 @@ def check_budget(options: StagingOptions) -> None:
         )
 
 
-def _make_objects(num_nodes: int, options: StagingOptions) -> StagedObjects:
-    """Return the simulated objects, each of which stands for `merged` objects."""
+def _make_objects(num_first: int, num_nodes: int, options: StagingOptions) -> StagedObjects:
+    """Return the simulated objects, each of which stands for `merged` objects.
+
+    The nodes from `num_first` on are added later: the order of a node is that of the nodes when it begins.
+    """
     merged = -(-options.num_objects // _MAX_SIMULATED)
-    sizes = _sizes(options, merged)
+    object_bytes = merged * options.object_bytes
+    sizes = np.minimum(object_bytes, options.size_bytes - np.arange(0, options.size_bytes, object_bytes))
     names = [f"http://node-{number}:8765" for number in range(num_nodes)]
     digests = [Digest(f"{options.seed:032x}{number:032x}") for number in range(len(sizes))]
     number_of = {digest: number for number, digest in enumerate(digests)}
     node_of = {name: number for number, name in enumerate(names)}
     ranked = np.array([[node_of[name] for name in rank_nodes(digest, names)] for digest in digests])
-    rows = np.arange(len(digests))
-    spreads = spreads_load(num_nodes) and not options.one_owner
     ranks = np.empty_like(ranked)
     np.put_along_axis(ranks, ranked, np.arange(num_nodes)[None, :], axis=1)
-    jobs = rows * options.data_sets // len(rows)
-    orders = [
-        _order(node, name, digests, number_of, jobs, options, spreads=spreads) for node, name in enumerate(names)
-    ]
+    jobs = np.arange(len(digests)) * options.data_sets // len(digests)
+    num_staged = np.maximum(1, np.round(options.share * np.bincount(jobs))).astype(np.int64)
+    orders = np.empty((num_nodes, int(num_staged.sum())), np.int64)
     copies = np.full((num_nodes, len(digests)), -1)
-    for node, name in enumerate(names if spreads else ()):
-        lower = np.flatnonzero(ranks[:, node] > 1)  # the second node can only ask the owner
-        chosen = [choose_copy(digests[number], range(ranks[number, node]), name) for number in lower]
-        copies[node, lower] = ranked[lower, chosen]
-    # The last node may stage an object less of a job: all stage as many, so that the orders are one array.
-    num_staged = [min(int((jobs[order] == job).sum()) for order in orders) for job in range(options.data_sets)]
-    table = np.array([_cut(order, jobs, num_staged) for order in orders])
-    starts = np.concatenate([[0], np.cumsum(num_staged)])
+    for node, name in enumerate(names):
+        spreads = spreads_load(num_first if node < num_first else num_nodes) and not options.one_owner
+        order = order_for_node(digests, name) if spreads else digests
+        numbers = np.array([number_of[digest] for digest in order])
+        orders[node] = _choose_staged(node, numbers, jobs, num_staged, options)
+        if spreads_load(num_nodes) and not options.one_owner:
+            lower = np.flatnonzero(ranks[:, node] > 1)  # the second node can only ask the owner
+            chosen = [choose_copy(digests[number], range(ranks[number, node]), name) for number in lower]
+            copies[node, lower] = ranked[lower, chosen]
     overhead_s = np.full(len(sizes), merged * (options.object_s + 4 * options.latency_s))
-    return StagedObjects(sizes, overhead_s, ranked, table, starts, copies)
+    return StagedObjects(sizes, overhead_s, ranked, orders, np.concatenate([[0], np.cumsum(num_staged)]), copies)
 
 
-def _sizes(options: StagingOptions, merged: int) -> Integers:
-    size_bytes = merged * options.object_bytes
-    starts = np.arange(0, options.size_bytes, size_bytes)
-    return np.minimum(size_bytes, options.size_bytes - starts)
-
-
-def _order(
-    node: int,
-    name: str,
-    digests: Sequence[Digest],
-    number_of: dict[Digest, int],
-    jobs: Integers,
-    options: StagingOptions,
-    *,
-    spreads: bool,
+def _choose_staged(
+    node: int, order: Integers, jobs: Integers, num_staged: Integers, options: StagingOptions
 ) -> Integers:
-    """Return the objects that a node stages, in its order."""
-    order = np.arange(len(digests))
-    if spreads:
-        order = np.array([number_of[digest] for digest in order_for_node(digests, name)])
-    if options.share < 1:
-        key = derive_keys(options.seed, node, _STAGED, 1)[0]
-        drawn = np.argsort(uniform(key, np.arange(len(digests)), 0))
-        chosen = np.zeros(len(digests), bool)
-        chosen[drawn[: max(options.data_sets, round(options.share * len(digests)))]] = True
-        order = order[chosen[order]]
+    """Return the objects that a node stages, `num_staged` of each job, in the order of `order` within each job."""
+    keys = uniform(derive_keys(options.seed, node, _STAGED, 1)[0], np.arange(len(jobs)), 0)
     if options.hot:
+        keys[0] = -1  # all nodes stage it
         order = np.concatenate([[0], order[order != 0]])
+    chosen = np.zeros(len(jobs), bool)
+    for job, number in enumerate(num_staged):
+        members = np.flatnonzero(jobs == job)
+        chosen[members[np.argsort(keys[members])[:number]]] = True
+    order = order[chosen[order]]
     return order[np.argsort(jobs[order], kind="stable")]
-
-
-def _cut(order: Integers, jobs: Integers, num_staged: Sequence[int]) -> Integers:
-    return np.concatenate([order[jobs[order] == job][:number] for job, number in enumerate(num_staged)])
 
 
 def _make_limits(num_nodes: int, options: StagingOptions) -> StagingLimits:

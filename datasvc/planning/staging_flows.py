@@ -135,7 +135,7 @@ class Simulation:
         self.origin_bytes, self.received_bytes, self.sent_bytes = np.zeros((3, num_nodes))
 
     def run(self, events: Sequence[Event] = ()) -> None:
-        """Simulate until all nodes have staged all objects."""
+        """Simulate until all nodes have staged all objects. An event that is due at no share of them happens then."""
         remaining = sorted(events, key=lambda event: event.share)
         total = int(self._present.sum()) * float(self._objects.sizes[self._objects.orders[0]].sum())
         while True:
@@ -146,7 +146,10 @@ class Simulation:
             self._start_fetches()
             self._admit()
             if not self._advance():
-                break
+                if not remaining:
+                    break
+                # The nodes that are left have all, but with those that were lost, too few bytes have arrived.
+                self._apply(remaining.pop(0))
         assert not self._left_objects[self._present].any(), "a transfer waits without end"
 
     def _apply(self, event: Event) -> None:
@@ -277,11 +280,10 @@ class Simulation:
         self.sent_bytes += np.bincount(source[peers], moved[peers], num_nodes)
         ended = moving[ends_s[: len(moving)] <= step_s]
         self._state[self._node[ended], self._object[ended]] = _RESIDENT
-        has_first = (self._object[ended] == 0).any()
+        if (self._object[ended] == 0).any():
+            self.first_s = self.now
         self._complete(ended)
         self._finish_own()
-        if has_first and (self._state[self._present, 0] == _RESIDENT).all():
-            self.first_s = self.now
         return True
 
     def _complete(self, slots: Integers) -> None:
@@ -292,8 +294,7 @@ class Simulation:
         if len(staging):
             ended = self._present & np.isnan(self.done_s) & ~self._left_objects.any(axis=1)
             self.done_s[ended] = self.now
-            have_ended = ~self._left_objects[self._present].any(axis=0)
-            self.job_s[have_ended & np.isnan(self.job_s)] = self.now
+            self.job_s[self._job[staging]] = self.now
 
     def _release(self, slots: Integers) -> None:
         source = self._source[slots]

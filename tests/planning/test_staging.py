@@ -152,6 +152,31 @@ def test_an_added_node_stages_all_and_reads_what_it_owns_from_the_origin():
     assert found.origin_bytes + found.peer_bytes == pytest.approx(5 * 400 * MB)
     assert 1 < found.origin_reads < 1.3
     assert found.staged_s > plan_staging(4, options).staged_s
+    late = plan_staging(4, replace(options, origin_bytes_s=10 * MB, add=(1, 0.99), data_sets=2))
+    assert late.staged_s == max(late.data_set_s)
+
+
+def test_a_node_is_added_also_if_too_many_are_lost_for_its_share_to_arrive():
+    alone = plan_staging(3, replace(PLAIN, lose=(2, 0.01), hot=True))
+    assert 0 < alone.hot_s < alone.staged_s
+    found = plan_staging(3, replace(PLAIN, lose=(2, 0.01), hot=True, add=(1, 0.9)))
+    assert found.first_node_s == alone.staged_s < found.staged_s
+    # Of data that only the lost nodes stage, nothing is a bound of the others.
+    few = plan_staging(10, replace(PLAIN, size_bytes=1000 * MB, share=0.05, lose=(8, 0.1)))
+    assert few.origin_s <= 10
+
+
+def test_each_node_stages_its_share_of_each_data_set():
+    # With 200 nodes, one of them draws few objects of a data set, if it draws from all data sets together.
+    found = plan_staging(200, replace(PLAIN, size_bytes=1000 * MB, share=0.1, data_sets=2))
+    assert found.origin_bytes + found.peer_bytes > 200 * 0.1 * 1000 * MB
+    assert plan_staging(8, replace(PLAIN, share=0.01, data_sets=2)).origin_bytes >= 20 * MB
+
+
+def test_the_order_of_a_node_is_that_of_the_nodes_when_it_begins():
+    objects = staging._make_objects(15, 16, PLAIN)
+    assert (objects.orders[:15] == np.arange(10)).all()
+    assert sorted(objects.orders[15]) == list(range(10)) != objects.orders[15].tolist()
 
 
 def test_a_hot_object_is_on_all_nodes_before_the_rest():
@@ -169,9 +194,15 @@ def test_data_beyond_the_budget_and_wrong_values_are_refused():
     with pytest.raises(CacheFullError, match=r"staging needs .* bytes on each node, and 99000000 are available"):
         plan_staging(2, replace(PLAIN, budget_bytes=99 * MB))
     plan_staging(2, replace(PLAIN, budget_bytes=101 * MB))
-    for wrong in ({"share": 0}, {"share": 2}, {"slow": (1, 0.5)}, {"data_sets": 11}, {"size_bytes": 0}):
+    plan_staging(2, replace(PLAIN, budget_bytes=101 * MB, object_bytes=1000 * MB))
+    for wrong in (
+        *({"share": 0}, {"share": 2}, {"slow": (1, 0.5)}, {"data_sets": 11}, {"size_bytes": 0}, {"disk_bytes_s": 0}),
+        *({"object_s": math.nan}, {"latency_s": -1}, {"lose": (-1, 0.5)}),
+    ):
         with pytest.raises(ConfigError):
             replace(PLAIN, **wrong)
+    with pytest.raises(ConfigError, match="expected at most 2000"):  # there are 2,001 simulated objects
+        replace(PLAIN, size_bytes=40_010 * MB, data_sets=3000)
     with pytest.raises(ConfigError, match="more than are lost"):
         plan_staging(2, replace(PLAIN, lose=(2, 0.5)))
     assert parse_nodes("3@12.5%", "@", "%") == (3, 0.125)
@@ -184,4 +215,3 @@ def test_the_limits_of_a_simulated_node_are_those_of_a_node():
     assert sending.plan_streams(None).num_streams == staging.MAX_STREAMS
     assert NodeSettings.max_connections == staging.MAX_CONNECTIONS
     assert fetching.Fetches.__init__.__kwdefaults__["num_threads"] == staging.MAX_FETCHES
-    assert math.isfinite(NO_LIMIT)
