@@ -91,7 +91,9 @@ def test_a_node_among_peers_keeps_what_it_owns_longest():
 
 
 class Table:
-    """What a timeline reads of a shard table without weights."""
+    """What a timeline reads of a shard table without weights and groups."""
+
+    grouping = None
 
     def __init__(self, samples, sizes):
         self.positions_per_shard = self.samples_per_shard = np.asarray(samples, np.int64)
