@@ -96,12 +96,15 @@ class StagingOptions:
         for name in ("origin_latency_s", "latency_s", "object_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a finite time, not below 0")
-        if min(self.lose[0], self.add[0], self.slow[0]) < 0:
-            raise ConfigError("lose, add and slow begin with numbers of nodes; expected 0 or more")
-        if not 0 < self.share <= 1 or min(self.lose[1], self.add[1]) < 0 or max(self.lose[1], self.add[1]) >= 1:
-            raise ConfigError("a share is out of range; expected one above 0 and at most 1, and below 1 of an event")
-        if self.slow[1] < 1:
-            raise ConfigError(f"a node cannot be slower by a factor of {self.slow[1]:g}; expected at least 1")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share is {self.share}; expected more than 0, and at most 1")
+        for name, (number, share) in (("lose", self.lose), ("add", self.add)):
+            if number < 0 or not 0 <= share < 1:
+                raise ConfigError(
+                    f"{name} is {number} nodes at {share:.0%}; expected 0 or more, at 0% or more, below 100%"
+                )
+        if self.slow[0] < 0 or not 1 <= self.slow[1] < math.inf:
+            raise ConfigError(f"slow is {self.slow[0]} nodes by {self.slow[1]:g}; expected 0 or more, by at least 1")
         most = min(self.num_objects, _MAX_SIMULATED // 2)
         if self.data_sets > most:
             raise ConfigError(f"{self.data_sets} data sets of {self.num_objects} objects; expected at most {most}")

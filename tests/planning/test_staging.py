@@ -197,7 +197,7 @@ def test_data_beyond_the_budget_and_wrong_values_are_refused():
     plan_staging(2, replace(PLAIN, budget_bytes=101 * MB, object_bytes=1000 * MB))
     for wrong in (
         *({"share": 0}, {"share": 2}, {"slow": (1, 0.5)}, {"data_sets": 11}, {"size_bytes": 0}, {"disk_bytes_s": 0}),
-        *({"object_s": math.nan}, {"latency_s": -1}, {"lose": (-1, 0.5)}),
+        *({"object_s": math.nan}, {"latency_s": -1}, {"lose": (-1, 0.5)}, {"add": (1, 1.0)}, {"slow": (-1, 2)}),
     ):
         with pytest.raises(ConfigError):
             replace(PLAIN, **wrong)

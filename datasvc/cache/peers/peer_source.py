@@ -161,7 +161,7 @@ class PeerSource:
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass the bytes to the sink in order, from the calling thread. For errors see `ObjectSource.stream`."""
-        # A peer that does not fetch is a fallback, and `Peers` has not checked its health.
+        # `Peers` checks only the health of peers that fetch. One that is on trial is not asked for a copy.
         if not self._may_fetch and not self._health.may_request():
             raise UnavailableError(f"{self.name} is not requested again so soon after a failure")
         with closing(self._receive(info, offset, length)) as views:
