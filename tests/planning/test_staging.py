@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.node.settings import NodeSettings
 from datasvc.node.transfers import fetching, sending, staging_jobs
@@ -215,3 +216,4 @@ def test_the_limits_of_a_simulated_node_are_those_of_a_node():
     assert sending.plan_streams(None).num_streams == staging.MAX_STREAMS
     assert NodeSettings.max_connections == staging.MAX_CONNECTIONS
     assert fetching.Fetches.__init__.__kwdefaults__["num_threads"] == staging.MAX_FETCHES
+    assert RequestPool.__init__.__defaults__ == (staging.MAX_REQUESTS,)

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.schema import LABEL, is_blob
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.view_table import ViewOrigin
 from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.query.histogram import quoted
@@ -98,6 +99,14 @@ def check_boolean(split: Split, sql: str, text: str) -> None:
         raise ConfigError(f"the condition {text!r} has the type {types[0]}, expected BOOLEAN, such as label = 3")
 
 
+def put_view(split: Split, table: ShardTable, step: str) -> Split:
+    """Store the table of the view that `step` makes of a split, and return the view."""
+    origin = split.table.view or ViewOrigin(split.digest, split.dataset, split.name, ())
+    view = replace(table, view=replace(origin, steps=(*origin.steps, step)))
+    digest = split.repository.objects.put(view.encode()).digest
+    return Split(split.name, split.dataset, split.repository, digest)
+
+
 class ViewBuilder:
     """Builds one view from the chosen samples of a split, which are added in the order of the table.
 
@@ -155,18 +164,16 @@ class ViewBuilder:
         with_deletions = kept[new_numbers].tolist()
         bitmaps = [self._bitmaps[shard] for shard in with_deletions]
         deletions = Deletions.of_bitmaps(new_numbers, self._stored[with_deletions].tolist(), bitmaps)
-        origin = table.view or ViewOrigin(split.digest, split.dataset, split.name, ())
         all_shards = table.with_column("deleted", self._num_deleted)
         view = replace(
             all_shards,
             rows=all_shards.rows.take(kept),
             label_counts=dict(sorted(self._labels.items())),
             deletions=objects.put(deletions.encode()).digest if bitmaps else None,
-            view=replace(origin, steps=(*origin.steps, self._step)),
         )
         if self._sums:
             view = replace(view.with_column("weight", self._sums), weights=self._packs.finish())
-        return Split(split.name, split.dataset, split.repository, objects.put(view.encode()).digest)
+        return put_view(split, view, self._step)
 
     def _weigh(self, weights: Integers) -> None:
         """Give the kept samples of the next shard their weights."""

@@ -8,11 +8,11 @@ import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_among
-from datasvc.shards.format.view_table import MAX_GROUP, Grouping, ViewOrigin
+from datasvc.shards.format.view_table import MAX_GROUP, Grouping
 from datasvc.shards.packing.groups import encode_aspects
 from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.versions.dataset import Split
-from datasvc.shards.views.derive import NUMBER, read_groups, value_of
+from datasvc.shards.views.derive import NUMBER, put_view, read_groups, value_of
 from datasvc.shards.views.named import find_stored, save_view
 
 
@@ -45,7 +45,5 @@ def _build(split: Split, group: int) -> Split:
     writer = PackWriter(objects, "aspects")
     for of_shard in np.split(codes, np.cumsum(table.samples_per_shard)[:-1]):
         writer.add(of_shard)
-    origin = table.view or ViewOrigin(split.digest, split.dataset, split.name, ())
-    steps = (*origin.steps, f"grouped_by_aspect({group})")
-    view = replace(table, view=replace(origin, steps=steps), grouping=Grouping(group, writer.finish()))
-    return Split(split.name, split.dataset, split.repository, objects.put(view.encode()).digest)
+    grouped = replace(table, grouping=Grouping(group, writer.finish()))
+    return put_view(split, grouped, f"grouped_by_aspect({group})")

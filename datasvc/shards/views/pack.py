@@ -21,12 +21,13 @@ from datasvc.printable import count_text
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.schema import has_integer_lists, is_blob
 from datasvc.shards.format.shard_stores import open_listed_shard
-from datasvc.shards.format.view_table import Packing, ViewOrigin
+from datasvc.shards.format.view_table import Packing
 from datasvc.shards.packing.best_fit import pack_documents
 from datasvc.shards.packing.pack_objects import PackWriter
 from datasvc.shards.packing.packs import encode_packs
 from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH
 from datasvc.shards.versions.dataset import Split
+from datasvc.shards.views.derive import put_view
 from datasvc.shards.views.named import find_stored, save_view
 from datasvc.threads import map_in_threads
 
@@ -126,10 +127,8 @@ def _build(split: Split, rule: _Rule, lengths: Lengths | None) -> Split:
         unlabelled=unlabelled,
         objects=writer.finish(),
     )
-    origin = table.view or ViewOrigin(split.digest, split.dataset, split.name, ())
-    steps = (*origin.steps, str(rule) if lengths is None else f"{str(rule)[:-1]}, lengths={lengths.__qualname__})")
-    view = replace(table.with_column("packs", num_packs), view=replace(origin, steps=steps), packing=packing)
-    return Split(split.name, split.dataset, split.repository, objects.put(view.encode()).digest)
+    step = str(rule) if lengths is None else f"{str(rule)[:-1]}, lengths={lengths.__qualname__})"
+    return put_view(split, replace(table.with_column("packs", num_packs), packing=packing), step)
 
 
 def _read_documents(split: Split, number: int, rule: _Rule, lengths: Lengths | None) -> _Documents:

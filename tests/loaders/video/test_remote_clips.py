@@ -59,7 +59,7 @@ class Remote:
 
     @property
     def split(self):
-        """The split, opened anew."""
+        """The split from a new repository, which has read nothing yet."""
         return Split("train", "clips@1", Repository.open(self.origin.url), self.local.digest)
 
     def shard_bytes(self):

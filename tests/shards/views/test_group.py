@@ -32,6 +32,7 @@ from datasvc.shards.views import group
 from tests.loaders.numbered import Numbers
 from tests.models.trainings import commit
 from tests.shards.views.test_kept_views import sweep
+from tests.shards.views.test_weigh import ORDERS
 from tests.shards.written_versions import write_version
 
 SCHEMA = shard_schema(
@@ -43,12 +44,6 @@ SCHEMA = shard_schema(
         pa.field("height", pa.int32()),
     ]
 )
-ORDERS = [
-    OrderConfig(seed=3),
-    OrderConfig(shuffle=None),
-    OrderConfig(seed=5, shuffle="windowed", lanes=2, block=7),
-    OrderConfig(seed=5, shuffle="windowed", lanes=3, block=4, sticky=True),
-]
 GROUP, NUM = 2, 21 * 13
 SPAN = 32 * GROUP
 
